@@ -1,0 +1,1 @@
+"""Which page holds what: pool, page table, prefix caches; plain Python over ints and numpy."""

@@ -1,0 +1,1 @@
+"""The device: weights, layers, attention, sampling; torch, and nothing of requests."""

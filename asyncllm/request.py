@@ -1,0 +1,148 @@
+"""One request's life inside the engine.
+
+Runs on the engine thread only; the scheduler owns every field that changes. Invariant: a request moves only
+along `LEGAL_MOVES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from asyncllm.kv.cache_manager import RequestPages
+
+__all__ = ["LEGAL_MOVES", "Request", "RequestState", "RowSampling"]
+
+
+class RequestState(enum.Enum):
+    """Where a request is in its life."""
+
+    PREPARING = "preparing"  # its prompt is being tokenized
+    WAITING = "waiting"  # complete, not admitted
+    PREFILLING = "prefilling"  # admitted; its prompt is computed in chunks
+    DECODING = "decoding"  # its prompt is computed; one token a step
+    PAUSED = "paused"  # its reader stopped; in no step, keeps its pages
+    ENDING = "ending"  # its cause of end is known, a launched step still names it
+    PREEMPTED = "preempted"  # its pages went to the cache, it will wait again
+    FINISHED = "finished"  # nothing of it is left in the scheduler
+
+
+_S = RequestState
+LEGAL_MOVES: Final[dict[RequestState, frozenset[RequestState]]] = {
+    _S.PREPARING: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.PREFILLING, _S.FINISHED}),
+    _S.PREFILLING: frozenset({_S.DECODING, _S.ENDING, _S.FINISHED}),
+    _S.DECODING: frozenset({_S.PAUSED, _S.ENDING, _S.FINISHED}),
+    _S.PAUSED: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED}),
+    _S.ENDING: frozenset({_S.FINISHED, _S.PREEMPTED}),
+    _S.PREEMPTED: frozenset({_S.WAITING}),
+    _S.FINISHED: frozenset(),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How the device chooses one row's token: every value resolved, nothing left to a default.
+
+    Args:
+        temperature: 0.0 is greedy.
+        top_p: 1.0 is off.
+        top_k: 0 is off.
+        min_p: 0.0 is off.
+        seed: 0 <= seed < 2**63.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+class Request:
+    """A request as the scheduler sees it: token ids and counts, no text and no stream.
+
+    Args:
+        request_id: unique among live requests.
+        sequence: its place in the waiting order, drawn at the call.
+        prompt: int32 [prompt tokens], never changed.
+        max_tokens: most tokens to generate, >= 1.
+        sampling: how its tokens are chosen.
+        priority: higher first.
+        namespace: requests of different namespaces never share KV.
+
+    Attributes:
+        state: where it is; changes through `move`.
+        generated: committed token ids, the one that ended it included.
+        computed: positions whose KV launched steps write or have written.
+        sampled: tokens sampled by launched steps, committed or not.
+        cached_tokens: prompt tokens that the prefix cache answered, set at admission.
+        pages: its KV, while it holds any.
+        last_step: index of the last launched step that names it; -1 before the first.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "computed",
+        "generated",
+        "last_step",
+        "max_tokens",
+        "namespace",
+        "pages",
+        "priority",
+        "prompt",
+        "request_id",
+        "sampled",
+        "sampling",
+        "sequence",
+        "state",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        sequence: int,
+        prompt: npt.NDArray[np.int32],
+        max_tokens: int,
+        sampling: RowSampling,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.sequence = sequence
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.priority = priority
+        self.namespace = namespace
+        self.state = RequestState.PREPARING
+        self.generated: list[int] = []
+        self.computed = 0
+        self.sampled = 0
+        self.cached_tokens = 0
+        self.pages: RequestPages | None = None
+        self.last_step = -1
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id!r} {self.state.value}>"
+
+    @property
+    def worst_case_tokens(self) -> int:
+        """Positions it may write in its life; the last sampled token's KV is never written."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    def move(self, state: RequestState) -> None:
+        """Move to `state`, which must be legal from the present one."""
+        if state not in LEGAL_MOVES[self.state]:
+            raise RuntimeError(f"request {self.request_id!r} cannot move from {self.state.value} to {state.value}")
+        self.state = state
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and what was generated: int32 [tokens], a new array."""
+        return np.concatenate([self.prompt, np.asarray(self.generated, dtype=np.int32)])

@@ -1,0 +1,1 @@
+"""Who runs when: waiting order, admission, batches; plain Python over ints and numpy."""

@@ -1,0 +1,83 @@
+"""The frozen value in which the scheduler and the model meet, and what comes back.
+
+Runs anywhere; owns nothing. Invariant: a `Batch` is never changed after it is made, so that a device may read
+it as late as it likes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SAMPLED_LAST_STEP", "Batch", "StepResult"]
+
+SAMPLED_LAST_STEP: Final = -1
+"""A token id that means: the token that this row's slot sampled last, which only the device knows yet."""
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """One ragged step: rows of one or more query tokens each.
+
+    Before anything else the device applies `table_writes`, then `page_copies`; both columns of each are distinct.
+
+    Args:
+        index: the step's number.
+        slots: int32 [rows], each row's line in the page table; distinct.
+        starts: int32 [rows], position of each row's first query token (= tokens of KV present before the step).
+        query_lens: int32 [rows], >= 1.
+        token_ids: int32 [sum of query_lens], row after row; `SAMPLED_LAST_STEP` where the device has the token.
+        sample_rows: int32 [samples], the rows (ascending) whose last query token is sampled from.
+        temperatures: float32 [samples]; 0 is greedy.
+        top_ps: float32 [samples]; 1 is off.
+        top_ks: int32 [samples]; 0 is off.
+        min_ps: float32 [samples]; 0 is off.
+        seeds: int64 [samples].
+        table_writes: int32 [3, writes]: slots, columns, pages; no cell twice.
+        page_copies: int32 [2, copies]: source and target pages, copied whole, in every layer.
+    """
+
+    index: int
+    slots: Ints
+    starts: Ints
+    query_lens: Ints
+    token_ids: Ints
+    sample_rows: Ints
+    temperatures: Floats
+    top_ps: Floats
+    top_ks: Ints
+    min_ps: Floats
+    seeds: npt.NDArray[np.int64]
+    table_writes: Ints
+    page_copies: Ints
+
+    @property
+    def rows(self) -> int:
+        """How many requests are in the step."""
+        return len(self.slots)
+
+    @property
+    def query_tokens(self) -> int:
+        """How many tokens the step computes."""
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step sampled, as plain integers.
+
+    Args:
+        index: the step's number.
+        token_ids: one for each of `Batch.sample_rows`, in that order.
+        finite: False where that row's logits were not finite (its token means nothing then).
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    finite: tuple[bool, ...]
