@@ -105,5 +105,3 @@ class Backend(Protocol):
 
     def open(self, config: EngineConfig, progress: Progress) -> OpenBackend:
         """Load everything; on any exception, `progress`'s included, give all memory back and let it pass."""
-
-

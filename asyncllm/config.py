@@ -38,7 +38,7 @@ class EngineConfig:
         page_size: tokens of a KV page; None: the attention backend's best.
         max_model_tokens: most tokens of prompt and output together; None: the model's context.
         max_running_requests: most requests in a step.
-        max_waiting_requests: most requests submitted and not admitted; one more raises `QueueFullError`. None: no limit.
+        max_waiting_requests: most requests submitted and not admitted; one more raises `QueueFullError`. None: any.
         step_token_budget: most tokens a step computes, >= max_running_requests + min_prefill_chunk. None: chosen.
         min_prefill_chunk: tokens that the oldest prompt gets in each step. None: 64 on the CPU, 256 on a GPU.
         pause_grace_seconds: how long a paused request keeps its KV while another waits for it.

@@ -10,7 +10,17 @@ import dataclasses
 import enum
 from typing import Literal
 
-__all__ = ["Completion", "EngineState", "EngineStats", "FinishReason", "StepKind", "StepRecord", "Timing", "Token", "Usage"]
+__all__ = [
+    "Completion",
+    "EngineState",
+    "EngineStats",
+    "FinishReason",
+    "StepKind",
+    "StepRecord",
+    "Timing",
+    "Token",
+    "Usage",
+]
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
 StepKind = Literal["prefill", "decode", "mixed"]
