@@ -80,6 +80,7 @@ class Request:
         state: where it is; changes through `move`.
         generated: committed token ids, the one that ended it included.
         computed: positions whose KV launched steps write or have written.
+        committed: positions whose KV committed steps have written; stays as it is once the request is ENDING.
         sampled: tokens sampled by launched steps, committed or not.
         cached_tokens: prompt tokens that the prefix cache answered, set at admission.
         pages: its KV, while it holds any.
@@ -88,6 +89,7 @@ class Request:
 
     __slots__ = (
         "cached_tokens",
+        "committed",
         "computed",
         "generated",
         "last_step",
@@ -124,6 +126,7 @@ class Request:
         self.state = RequestState.PREPARING
         self.generated: list[int] = []
         self.computed = 0
+        self.committed = 0
         self.sampled = 0
         self.cached_tokens = 0
         self.pages: RequestPages | None = None
