@@ -1,21 +1,26 @@
-"""Typed reading of values from a parsed config.json, which may come from anyone.
+"""Typed reading of values from JSON files, which may come from anyone.
 
-Runs anywhere; owns nothing. Invariant: any JSON value gives a value of the type asked for or a `ModelLoadError`
+Runs anywhere; owns nothing. Invariant: anything gives a value of the type asked for or a `ModelLoadError`
 that names the key.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncllm.errors import ModelLoadError
 
-__all__ = ["Config", "flag", "integer", "number", "short"]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Config", "flag", "integer", "number", "read_json", "short"]
 
 Config = Mapping[str, object]
 
 _MESSAGE_CHARACTERS: Final = 80
+_MAX_JSON_BYTES: Final = 2**28
 
 
 def integer(config: Config, key: str, *, low: int = 1, high: int, default: int | None = None) -> int:
@@ -57,3 +62,20 @@ def short(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, a nest of thousands of lists
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}..."
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ModelLoadError: it is not there, absurdly large, or no JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path} has more than {_MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {short(value)}")
+    return value
