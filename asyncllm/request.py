@@ -147,5 +147,7 @@ class Request:
         self.state = state
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The prompt and what was generated: int32 [tokens], a new array."""
+        """The prompt and what was generated: int32 [tokens]; the prompt itself while nothing was generated."""
+        if not self.generated:
+            return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.generated, dtype=np.int32)])

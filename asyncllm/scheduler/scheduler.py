@@ -1,0 +1,337 @@
+"""Who runs in the next step, and what a step that has run changes.
+
+Runs on the engine thread; owns every live request and all that changes in it. Invariant: a request that is to end
+is in no later step, and its pages, slot and lease return together at the commit of the last launched step that
+names it. State advances when a step is launched, before its results are known; any number of steps may be in
+flight (the engine has two at most), and they are committed in launch order.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import IntegrityError
+from asyncllm.outputs import StepRecord
+from asyncllm.request import Request, RequestState
+from asyncllm.scheduler.admission import ReserveAdmission
+from asyncllm.scheduler.batch_builder import DecodingRows, PromptChunk
+from asyncllm.scheduler.sibling_prefixes import SiblingPrefixes
+from asyncllm.scheduler.step import ScheduledStep, SchedulingPolicy, Verdict
+from asyncllm.scheduler.waiting_order import WaitingOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.kv.cache_manager import CacheManager, RequestPages
+    from asyncllm.scheduler.batch import Batch
+
+__all__ = ["ScheduledStep", "Scheduler", "SchedulingPolicy", "Verdict"]
+
+
+class Scheduler:
+    """Admit requests, put steps together, and commit their results.
+
+    Args:
+        cache: pages, slots and prefixes; used by this scheduler alone.
+        policy: bounds of a step.
+
+    Attributes:
+        paused: running requests whose reader stopped.
+        blocked: whether the next request could not start in the last `schedule` for lack of a slot or of pages.
+        reserved_tokens: positions that running requests may still need.
+        prefix_hit_tokens: prompt tokens that the prefix cache answered, since the start.
+    """
+
+    def __init__(self, cache: CacheManager, policy: SchedulingPolicy) -> None:
+        self.paused = 0
+        self.blocked = False
+        self.reserved_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._cache = cache
+        self._policy = policy
+        self._order = WaitingOrder()
+        self._siblings = SiblingPrefixes(
+            self._order, page_size=cache.page_size, step_token_budget=policy.step_token_budget
+        )
+        self._admission = ReserveAdmission(cache)
+        self._running: dict[Request, RequestPages] = {}  # all that hold a slot
+        self._prefilling: list[Request] = []  # oldest first
+        self._rows = DecodingRows(max_rows=policy.max_running_requests, page_size=cache.page_size)
+        self._ending: list[Request] = []
+        self._in_flight: collections.deque[ScheduledStep] = collections.deque()
+        self._next_step = 0
+        self._committed_steps = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests submitted and not started."""
+        return len(self._order) + len(self._siblings)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot, paused and ending ones included."""
+        return len(self._running)
+
+    def waiting_requests(self) -> list[Request]:
+        """Return the requests that wait: first those that could start, head first, then those that wait for another."""
+        return [*self._order, *self._siblings]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue the requests of one message; none of them starts before all are queued.
+
+        Raises:
+            PromptTooLongError: one of them could never start; then none is queued.
+        """
+        for request in requests:
+            self._admission.check_fits_pool(request)
+        for request in requests:
+            request.move(RequestState.WAITING)
+            self._order.add(request)
+
+    def end(self, request: Request) -> bool:
+        """End a request, in whatever state it is: it is in no later step.
+
+        Returns:
+            True if nothing of it is left; False if its last launched step is still to be committed.
+        """
+        if request.state is RequestState.WAITING:
+            if not self._siblings.leave(request):
+                self._order.remove(request)
+            request.move(RequestState.FINISHED)
+        elif request.state is RequestState.PREPARING:
+            request.move(RequestState.FINISHED)
+        elif request in self._running and request.state is not RequestState.ENDING:
+            self._stop(request)
+        return request.state is RequestState.FINISHED
+
+    def pause(self, request: Request) -> None:
+        """Leave a decoding request out of steps until `resume`; it keeps its pages and what is promised to it."""
+        request.move(RequestState.PAUSED)
+        self.paused += 1
+        self._rows.mark_stale()
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request decode on."""
+        self._rows.compact()  # drops the row that it may still have
+        request.move(RequestState.DECODING)
+        self.paused -= 1
+        if request.sampled < request.max_tokens:
+            self._rows.add(request, self._running[request])
+
+    def schedule(self) -> ScheduledStep | None:
+        """Start waiting requests, put the next step together, and advance its requests as launched.
+
+        Returns:
+            the step, or None if nothing can run now.
+        """
+        step = self._next_step
+        self._siblings.expire(step)
+        self._rows.compact()
+        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(self._rows))
+        if not chunks and not len(self._rows):
+            return None
+        owned = self._cache.owned_pages
+        self._cache.grow([*self._rows.page_needs(), *((chunk.pages, chunk.end) for chunk in chunks)])
+        self._admission.grew(self._cache.owned_pages - owned)
+        batch = self._rows.batch(step, chunks, self._cache.take_step_writes())
+        decoding = tuple(self._rows.requests)
+        self._advance(step, chunks)
+        self.reserved_tokens -= batch.query_tokens
+        scheduled = ScheduledStep(
+            batch=batch,
+            rows=(*decoding, *(chunk.request for chunk in chunks)),
+            sampled=(*decoding, *(chunk.request for chunk in chunks if chunk.last)),
+            chunks=tuple(chunks),
+            record=self._record(batch, decoding, chunks),
+        )
+        self._in_flight.append(scheduled)
+        self._next_step += 1
+        return scheduled
+
+    def commit(self, step: ScheduledStep, verdicts: Sequence[Verdict | None]) -> tuple[Request, ...]:
+        """Take in what a step did, once it has run.
+
+        A step that failed is committed too: after `end` of all its requests, with no verdicts but None. Nothing of
+        a request that is ending enters the cache.
+
+        Args:
+            step: the oldest step in flight.
+            verdicts: one for each of `step.sampled`; None drops the token of a request that is ending.
+
+        Returns:
+            the requests of which nothing is left now.
+        """
+        if not self._in_flight or self._in_flight[0] is not step:
+            raise RuntimeError(f"step {step.batch.index} is not the oldest in flight")
+        self._in_flight.popleft()
+        self._committed_steps = step.batch.index + 1
+        finished: list[Request] = []
+        with self._cache.releasing():
+            for chunk in step.chunks:
+                self._commit_chunk(chunk)
+            self._commit_tokens(step.sampled, verdicts, finished)
+            self._finish_ending(finished)
+        return tuple(finished)
+
+    def _plan_chunks(self, step: int, budget: int) -> list[PromptChunk]:
+        """Give what decoding leaves of the budget to prompts, oldest first, starting requests while some is left."""
+        chunks: list[PromptChunk] = []
+        self.blocked = False
+        started = iter(self._prefilling.copy())
+        while budget > 0 and (request := next(started, None) or self._start_next(step)) is not None:
+            token_ids = request.tokens()[request.computed : request.computed + budget]
+            last = request.computed + len(token_ids) == len(request.prompt) + request.sampled
+            chunks.append(
+                PromptChunk(
+                    request=request,
+                    pages=self._running[request],
+                    start=request.computed,
+                    token_ids=token_ids,
+                    last=last,
+                )
+            )
+            budget -= len(token_ids)
+        return chunks
+
+    def _start_next(self, step: int) -> Request | None:
+        """Start the next waiting request, if one can start."""
+        while (request := self._order.head()) is not None:
+            if self.running == self._policy.max_running_requests or self._admission.would_refuse(request):
+                break
+            match = self._cache.match(request.tokens(), request.namespace)
+            if self._policy.share_inflight_prefixes and self._siblings.wait(request, match, step):
+                continue
+            pages = self._admission.start(request, match)
+            if pages is None:
+                break
+            self._begin(request, pages)
+            return request
+        self.blocked = request is not None
+        return None
+
+    def _begin(self, request: Request, pages: RequestPages) -> None:
+        self._order.remove(request)
+        self._siblings.leave(request)
+        if request.last_step < 0:
+            self._order.note_start(request)
+            request.cached_tokens = pages.cached_tokens
+            self.prefix_hit_tokens += pages.cached_tokens
+        request.move(RequestState.PREFILLING)
+        request.pages = pages
+        request.computed = pages.cached_tokens
+        request.committed = pages.leased_tokens  # the copied page is there when the first step has run
+        self._running[request] = pages
+        self._prefilling.append(request)
+        self.reserved_tokens += request.worst_case_tokens - request.computed
+        self._siblings.begin(request)
+
+    def _advance(self, step: int, chunks: Sequence[PromptChunk]) -> None:
+        """Move the requests of a step to where they are when it has run."""
+        self._rows.advance(step)
+        for chunk in chunks:
+            request = chunk.request
+            request.computed = chunk.end
+            request.last_step = step
+            if chunk.last:
+                request.sampled += 1
+                request.move(RequestState.DECODING)
+                self._prefilling.remove(request)
+                if request.sampled < request.max_tokens:
+                    self._rows.add(request, chunk.pages)
+
+    def _record(self, batch: Batch, decoding: Sequence[Request], chunks: Sequence[PromptChunk]) -> StepRecord:
+        return StepRecord(
+            index=batch.index,
+            kind="decode" if not chunks else "mixed" if decoding else "prefill",
+            request_ids=(*(r.request_id for r in decoding), *(chunk.request.request_id for chunk in chunks)),
+            query_tokens=batch.query_tokens,
+            waiting=self.waiting,
+            running=self.running,
+            free_pages=self._cache.free_pages,
+            reserved_tokens=self.reserved_tokens,
+        )
+
+    def _commit_chunk(self, chunk: PromptChunk) -> None:
+        request = chunk.request
+        if chunk.start == chunk.pages.cached_tokens:
+            self._cache.copy_done(chunk.pages)
+        if request.state is RequestState.ENDING:
+            return
+        request.committed = chunk.end
+        self._cache.store(chunk.pages, request.tokens()[: chunk.end], request.namespace)
+        if chunk.last:
+            self._siblings.end(request)
+        else:
+            self._siblings.advance(request)
+
+    def _commit_tokens(
+        self, sampled: Sequence[Request], verdicts: Sequence[Verdict | None], finished: list[Request]
+    ) -> None:
+        for request, verdict in zip(sampled, verdicts, strict=True):
+            if request.state is RequestState.ENDING:
+                continue
+            if verdict is None:
+                raise RuntimeError(f"{request!r} goes on, so its token needs a verdict")
+            request.generated.append(verdict.token_id)
+            request.committed = len(request.prompt) + len(request.generated) - 1
+            if verdict.ends or len(request.generated) == request.max_tokens:
+                self._stop(request)
+                if request.state is RequestState.FINISHED:
+                    finished.append(request)
+
+    def _finish_ending(self, finished: list[Request]) -> None:
+        """Release the ending requests that no launched step names any more."""
+        if not self._ending:
+            return
+        named = [request for request in self._ending if request.last_step >= self._committed_steps]
+        for request in self._ending:
+            if request.last_step < self._committed_steps:
+                self._release(request)
+                finished.append(request)
+        self._ending = named
+
+    def _stop(self, request: Request) -> None:
+        """Leave a running request out of all later steps; release it, if no launched step names it."""
+        if request.state is RequestState.PREFILLING:
+            self._prefilling.remove(request)
+        elif request.state is RequestState.PAUSED:
+            self.paused -= 1
+        self._rows.mark_stale()
+        self._siblings.end(request)
+        self._admission.give_up(request, self._running[request])
+        self.reserved_tokens -= request.worst_case_tokens - request.computed
+        if request.last_step < self._committed_steps:
+            self._release(request)
+            return
+        if request.state is RequestState.PAUSED:
+            request.move(RequestState.DECODING)  # the way from a pause to an end that is not at once
+        request.move(RequestState.ENDING)
+        self._ending.append(request)
+
+    def _release(self, request: Request) -> None:
+        pages = self._running.pop(request)
+        self._cache.release(pages, request.tokens()[: request.committed], request.namespace)
+        request.pages = None
+        request.move(RequestState.FINISHED)
+
+    def check_integrity(self) -> None:
+        """Compare all counts with what they count.
+
+        Raises:
+            IntegrityError: with what differs.
+        """
+        self._cache.check_integrity(self._running.values())
+        going_on = {r: pages for r, pages in self._running.items() if r.state is not RequestState.ENDING}
+        promised = sum(self._admission.promise(request, pages) for request, pages in going_on.items())
+        for name, counted, found in (
+            ("promised pages", self._admission.promised_pages, promised),
+            ("reserved tokens", self.reserved_tokens, sum(r.worst_case_tokens - r.computed for r in going_on)),
+            ("paused requests", self.paused, sum(r.state is RequestState.PAUSED for r in going_on)),
+            ("prefilling requests", len(self._prefilling), sum(r.state is RequestState.PREFILLING for r in going_on)),
+            ("ending requests", len(self._ending), len(self._running) - len(going_on)),
+        ):
+            if counted != found:
+                raise IntegrityError(f"{name}: {counted} by count, {found} when looked through")
+        if promised > self._cache.available_pages:
+            raise IntegrityError(f"{promised} pages are promised, {self._cache.available_pages} are available")
