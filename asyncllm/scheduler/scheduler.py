@@ -41,6 +41,7 @@ class Scheduler:
         blocked: whether the next request could not start in the last `schedule` for lack of a slot or of pages.
         reserved_tokens: positions that running requests may still need.
         prefix_hit_tokens: prompt tokens that the prefix cache answered, since the start.
+        preemptions: requests that gave up their pages before their end, since the start.
     """
 
     def __init__(self, cache: CacheManager, policy: SchedulingPolicy) -> None:
@@ -48,6 +49,7 @@ class Scheduler:
         self.blocked = False
         self.reserved_tokens = 0
         self.prefix_hit_tokens = 0
+        self.preemptions = 0
         self._cache = cache
         self._policy = policy
         self._order = WaitingOrder()
