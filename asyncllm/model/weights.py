@@ -117,7 +117,7 @@ class SafetensorsWeights:
         self._open(folder, sorted(_shards(folder, shard_of)))
         for name, shard in shard_of.items():
             if self._where.get(name) != shard:
-                raise ModelLoadError(f"{name} is not in {shard}, where {_INDEX} puts it, or not only there")
+                raise ModelLoadError(f"{name} is not in {shard}, where {_INDEX} puts it")
 
     def _open(self, folder: Path, files: Iterable[str]) -> None:
         for name in files:
@@ -126,7 +126,9 @@ class SafetensorsWeights:
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{folder / name} cannot be read: {error}") from error
             self._files[name] = file
-            self._where |= dict.fromkeys(file.keys(), name)
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                if (other := self._where.setdefault(key, name)) != name:
+                    raise ModelLoadError(f"{key} is in both {other} and {name}")
 
 
 def _shards(folder: Path, shard_of: Mapping[str, object]) -> set[str]:
