@@ -1,0 +1,35 @@
+"""Chat in the terminal: python examples/chat.py; an empty line or Ctrl-D ends it.
+
+Each turn sends the whole conversation: the prefix cache answers for what was computed in the turns before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncllm import Engine
+
+
+async def ask() -> str:
+    """Read a line without blocking the event loop."""
+    try:
+        return await asyncio.to_thread(input, "> ")
+    except EOFError:
+        return ""
+
+
+async def main() -> None:
+    """Take turns until there is nothing more to say."""
+    messages: list[dict[str, str]] = []
+    async with Engine("smollm2-135m-instruct") as engine:
+        while text := await ask():
+            messages.append({"role": "user", "content": text})
+            async with engine.chat(messages, max_tokens=100) as stream:
+                async for token in stream:
+                    print(token, end="", flush=True)
+            completion = await stream.result()
+            print(f"  [{completion.usage.cached_tokens} of {completion.usage.prompt_tokens} prompt tokens cached]")
+            messages.append({"role": "assistant", "content": completion.text})
+
+
+asyncio.run(main())
