@@ -1,0 +1,123 @@
+"""What each committed token means for its request's text: what to show, and whether it ends.
+
+Runs on the engine thread; a `TextProgress` is owned by one request. Invariant: the texts of all steps, joined, are
+the completion's text, up to the first thing that ended it; the last step leaves nothing held back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.stop_strings import StopMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["TextProgress", "TextStep"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextStep:
+    """What one token brought.
+
+    Args:
+        text: text that became certain.
+        finish_reason: "stop" or "length" if this token ends the request, else None.
+        stop_reason: the stop text or stop id that ended it; None for an end-of-sequence id.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+
+
+class TextProgress:
+    """Follow one completion, token by token.
+
+    Args:
+        tokenizer: None where there is no text (ids only); then `stop_texts` must be empty.
+        prompt_ids: the prompt's tokens, whose text the completion's continues.
+        stop_texts: texts that end the request, none empty.
+        stop_ids: ids that end it and are named as its `stop_reason`.
+        eos_token_ids: ids that end it without one; empty to ignore them.
+        include_stop: show the text of what ended it: a stop text, a stop id's, and, where special tokens are shown,
+            an end-of-sequence id's.
+        skip_special_tokens: leave out the text of special tokens.
+        max_tokens: tokens after which it ends.
+    """
+
+    __slots__ = ("_eos_token_ids", "_include_stop", "_left", "_show_eos", "_stop_ids", "_text")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        *,
+        stop_texts: Sequence[str],
+        stop_ids: Collection[int],
+        eos_token_ids: Collection[int],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        max_tokens: int,
+    ) -> None:
+        self._text = (
+            None
+            if tokenizer is None
+            else _StoppableText(
+                Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens),
+                StopMatcher(stop_texts, include=include_stop),
+            )
+        )
+        self._stop_ids = frozenset(stop_ids)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._include_stop = include_stop
+        self._show_eos = include_stop and not skip_special_tokens
+        self._left = max_tokens
+
+    def advance(self, token_id: int) -> TextStep:
+        """Take the next committed token. Not to be called again after a step with a `finish_reason`."""
+        self._left -= 1
+        is_stop_id = token_id in self._stop_ids
+        ends = is_stop_id or token_id in self._eos_token_ids
+        text, stop = "", None
+        if self._text is not None:
+            if not ends or (self._include_stop if is_stop_id else self._show_eos):
+                text, stop = self._text.add(token_id)
+            if stop is None and (ends or self._left <= 0):
+                rest, stop = self._text.finish()
+                text += rest
+        if stop is not None:
+            return TextStep(text, "stop", stop)
+        if ends:
+            return TextStep(text, "stop", token_id if is_stop_id else None)
+        return TextStep(text, "length" if self._left <= 0 else None)
+
+
+class _StoppableText:
+    """A completion's text, up to the first stop text; both methods return the text that is certain and that stop."""
+
+    __slots__ = ("_detokenizer", "_matcher")
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+
+    def add(self, token_id: int) -> tuple[str, str | None]:
+        released = self._matcher.feed(self._detokenizer.add(token_id))
+        if released.stop is None and self._matcher.stops:
+            # A stop in text that a later token could still change counts: ending here makes that text certain.
+            pending = self._detokenizer.pending()
+            if pending and self._matcher.completes(pending):
+                rest, stop = self.finish()
+                return released.text + rest, stop
+        return released.text, released.stop
+
+    def finish(self) -> tuple[str, str | None]:
+        released = self._matcher.feed(self._detokenizer.finish())
+        if released.stop is None:
+            return released.text + self._matcher.finish(), None
+        return released.text, released.stop
