@@ -1,0 +1,210 @@
+"""A scheduler with a device that runs each step as late as it may, on host memory.
+
+The device keeps token ids in pages and reads every row back through the page table, so that a page that is freed
+too early, shared wrongly, not copied or not written raises. A step runs just before its commit: after the next one
+was scheduled, and after everything that was freed until then was poisoned.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncllm.kv.cache_manager import CacheManager
+from asyncllm.request import Request, RequestState, RowSampling
+from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler, SchedulingPolicy, Verdict
+from asyncllm.testing.paged_tokens import PagedTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.outputs import StepRecord
+
+__all__ = ["EOS", "GREEDY", "World", "make_request", "next_token", "reference"]
+
+GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+EOS = 0
+VOCABULARY = 50
+
+
+def next_token(sequence: Sequence[int]) -> int:
+    """Continue a sequence; depends on all of it and its length."""
+    state = len(sequence)
+    for token in sequence:
+        state = (state * 31 + token + 7) % 1_000_003
+    return state % VOCABULARY
+
+
+def reference(request: Request) -> list[int]:
+    """What a request generates when it is alone, up to EOS or `max_tokens`."""
+    sequence = request.prompt.tolist()
+    generated: list[int] = []
+    while len(generated) < request.max_tokens and (not generated or generated[-1] != EOS):
+        generated.append(next_token(sequence + generated))
+    return generated
+
+
+def make_request(
+    sequence: int,
+    prompt: int | Sequence[int],
+    max_tokens: int = 4,
+    *,
+    priority: int = 0,
+    namespace: str = "",
+    sampling: RowSampling = GREEDY,
+) -> Request:
+    """Make a request whose id is its number; a prompt given by its length is like no other's."""
+    if isinstance(prompt, int):
+        prompt = [1000 + 1000 * sequence + place for place in range(prompt)]
+    return Request(
+        request_id=str(sequence),
+        sequence=sequence,
+        prompt=np.asarray(prompt, dtype=np.int32),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        priority=priority,
+        namespace=namespace,
+    )
+
+
+class World:
+    """A scheduler, its cache and its device; checks integrity after every change."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 1,
+        slots: int = 8,
+        budget: int = 64,
+        min_chunk: int = 1,
+        prefix_cache: bool = True,
+        share: bool = True,
+        depth: int = 1,
+        use_eos: bool = False,
+    ) -> None:
+        self.cache = CacheManager(
+            num_pages=pages,
+            page_size=page_size,
+            num_slots=slots,
+            max_pages_per_request=pages,
+            prefix_cache="radix" if prefix_cache else "none",
+        )
+        policy = SchedulingPolicy(
+            max_running_requests=slots,
+            step_token_budget=budget,
+            min_prefill_chunk=min_chunk,
+            share_inflight_prefixes=share,
+        )
+        self.scheduler = Scheduler(self.cache, policy)
+        self.device = PagedTokens(
+            num_pages=pages, page_size=page_size, num_slots=slots, max_pages_per_request=pages
+        )
+        self.depth = depth
+        self.use_eos = use_eos
+        self.in_flight: collections.deque[ScheduledStep] = collections.deque()
+        self.records: list[StepRecord] = []
+        self.requests: list[Request] = []
+        self.ended: set[Request] = set()  # by whatever cause: no later launch may name them
+        self.cancelled: set[Request] = set()
+        self.paused: set[Request] = set()
+
+    def submit(self, *requests: Request) -> None:
+        """Submit requests as one message."""
+        self.scheduler.submit(requests)
+        self.requests.extend(requests)
+
+    def end(self, request: Request) -> bool:
+        """Cancel a request."""
+        gone = self.scheduler.end(request)
+        self.cancelled.add(request)
+        self.ended.add(request)
+        assert gone == (request.state is RequestState.FINISHED)
+        self._check()
+        return gone
+
+    def pause(self, request: Request) -> None:
+        """Pause a request."""
+        self.scheduler.pause(request)
+        self.paused.add(request)
+        self._check()
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request go on."""
+        self.scheduler.resume(request)
+        self.paused.remove(request)
+        self._check()
+
+    def launch(self) -> ScheduledStep | None:
+        """Schedule a step and put it in flight."""
+        step = self.scheduler.schedule()
+        self._check()
+        if step is None:
+            return None
+        assert not self.ended.intersection(step.rows), "a launch names a request that is to end"
+        assert not self.paused.intersection(step.rows), "a launch names a paused request"
+        assert len(step.batch.token_ids) <= self.scheduler._policy.step_token_budget
+        self.in_flight.append(step)
+        self.records.append(step.record)
+        return step
+
+    def commit(self) -> tuple[Request, ...]:
+        """Run the oldest step in flight and commit it."""
+        step = self.in_flight.popleft()
+        verdicts: list[Verdict | None] = []
+        for request, token in zip(step.sampled, self._run(step), strict=True):
+            if request.state in {RequestState.ENDING, RequestState.FINISHED}:
+                verdicts.append(None)
+                continue
+            ends = len(request.generated) + 1 == request.max_tokens or (self.use_eos and token == EOS)
+            verdicts.append(Verdict(token, ends))
+            if ends:
+                self.ended.add(request)
+        finished = self.scheduler.commit(step, verdicts)
+        assert all(request.state is RequestState.FINISHED for request in finished)
+        self._check()
+        self._poison_free()
+        return finished
+
+    def turn(self) -> bool:
+        """Launch as many steps as may be in flight, then commit the oldest; return whether there was any."""
+        while len(self.in_flight) < self.depth and self.launch() is not None:
+            pass
+        if not self.in_flight:
+            return False
+        self.commit()
+        return True
+
+    def run(self, *, most_turns: int = 10_000) -> list[StepRecord]:
+        """Run until nothing can run any more; return the records of the steps."""
+        begin = len(self.records)
+        for _ in range(most_turns):
+            if not self.turn():
+                return self.records[begin:]
+        raise AssertionError(f"not idle after {most_turns} turns")
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and every page, slot and promise is back."""
+        assert self.scheduler.running == self.scheduler.waiting == self.scheduler.paused == 0
+        assert self.scheduler.reserved_tokens == 0
+        assert self.cache.free_pages + self.cache.evictable_pages == self.cache.num_pages
+        assert self.cache.owned_pages == self.cache.leased_pages == 0
+        self._check()
+
+    def _run(self, step: ScheduledStep) -> list[int]:
+        batch = step.batch
+        rows = self.device.step(batch)
+        tokens = [next_token(rows.sequence(row).tolist()) for row in batch.sample_rows.tolist()]
+        slots = batch.slots[batch.sample_rows].astype(np.int64)
+        positions = (batch.starts + batch.query_lens)[batch.sample_rows].astype(np.int64)
+        self.device.keep_sampled(slots, positions, np.asarray(tokens, dtype=np.int64))
+        return tokens
+
+    def _check(self) -> None:
+        self.scheduler.check_integrity()
+
+    def _poison_free(self) -> None:
+        pool = self.cache._pool
+        self.device.poison_pages(pool._stack[: pool.free_pages].astype(np.int64))
