@@ -1,0 +1,417 @@
+"""The engine thread: receive -> admit -> schedule -> launch -> advance text -> commit -> deliver.
+
+Runs on a thread of its own, in a private event loop; owns the opened model, the scheduler and all per-request
+state, and touches callers only through the front desk, the inbox and mailboxes. Holds no reference to the `Engine`.
+Invariant: steps are launched and committed in the same order, at most two are in flight, and every way out of this
+module (close, failure, cancelled opening) ends every live request and closes the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import time
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from asyncllm.config import check_pool_tokens
+from asyncllm.errors import AsyncLLMError, EngineClosedError, ModelLoadError
+from asyncllm.inbox import Call, Cancel, Close, Inbox, Resume, Submit
+from asyncllm.kv.cache_manager import CacheManager
+from asyncllm.live_requests import LiveRequests
+from asyncllm.outputs import EngineState, EngineStats
+from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler, SchedulingPolicy
+from asyncllm.switch_interval import SWITCH_INTERVAL
+from asyncllm.wakeups import Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anyio.abc import TaskGroup
+
+    from asyncllm.backend import Backend, LaunchedStep, OpenBackend
+    from asyncllm.config import EngineConfig
+    from asyncllm.front_desk import FrontDesk
+    from asyncllm.outputs import StepRecord
+    from asyncllm.submission import Submission
+
+__all__ = ["EngineLoop"]
+
+PREPARING_THREADS: Final = 2
+"""Long texts tokenized at once: more would take the cores from the steps."""
+
+log = logging.getLogger("asyncllm")
+
+
+class _OpeningCancelledError(Exception):
+    """The caller who started the engine has left."""
+
+
+class _Bell:
+    """Wakes the engine's loop; `ring` is thread-safe, re-entrant and idempotent."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = anyio.Event()
+
+    def ring(self) -> None:
+        self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        self._event.set()
+
+    def reset(self) -> None:
+        """Forget earlier rings; to be called before looking for what they announced."""
+        if self._event.is_set():
+            self._event = anyio.Event()
+
+    async def wait(self, until: float | None) -> None:
+        """Return when it is rung, or at `until` on the clock of `time.monotonic`."""
+        if until is None:
+            await self._event.wait()
+            return
+        with anyio.move_on_after(max(0.0, until - time.monotonic())):
+            await self._event.wait()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is launched and not committed."""
+
+    scheduled: ScheduledStep
+    launched: LaunchedStep
+
+
+class EngineLoop:
+    """One opening of an engine, from the model's loading to the last page given back.
+
+    Args:
+        config: as the caller gave it.
+        backend: opens the model.
+        desk: shared with callers.
+        inbox: from callers.
+    """
+
+    def __init__(self, config: EngineConfig, backend: Backend, desk: FrontDesk, inbox: Inbox) -> None:
+        self._config = config
+        self._backend = backend
+        self._desk = desk
+        self._inbox = inbox
+        self.opened: Reply[OpenBackend] = Reply()
+        self.closed: Reply[None] = Reply()
+        self.drained: Reply[None] = Reply()
+        self._listeners: tuple[Callable[[StepRecord], object], ...] = ()
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._depth = 1 if config.overlap else 0
+        self._preparing = 0
+        self._at_work = False
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._last_step_at: float | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Be the engine thread: open, serve until closed or failed, give everything back."""
+        try:
+            anyio.run(self._main, backend_options={"loop_factory": asyncio.SelectorEventLoop, "debug": False})
+        except BaseException as error:  # noqa: BLE001  # whatever it is, callers must not wait for ever
+            self._desk.fail(error)
+            self.opened.fail(error)
+        finally:
+            if self._desk.state is not EngineState.FAILED:
+                self._desk.move(EngineState.CLOSED)
+            self._desk.stats = EngineStats(state=self._desk.state)
+            self.drained.set(None)
+            self.closed.set(None)
+
+    async def _main(self) -> None:
+        self._bell = _Bell()
+        self._inbox.connect(self._bell.ring)
+        try:
+            opened = self._open()
+            if opened is None:
+                return
+            self._runner = opened.runner
+            self._live, self._scheduler = self._policy(opened)
+            try:
+                await self._serve_until_closed(opened)
+            finally:
+                self._rest()
+                self._tell_everybody()
+                self._flights.clear()
+                self._runner.close()
+        finally:
+            self._inbox.connect(None)
+
+    def _tell_everybody(self) -> None:
+        """End all live requests and unanswered calls; nobody can register any more."""
+        self._inbox.connect(None)
+        for message in self._inbox.take():
+            if isinstance(message, Call):
+                message.reply.fail(self._desk.closing_error())
+        self._live.end_all()
+        self._live.deliver()
+
+    def _open(self) -> OpenBackend | None:
+        """Open the model; None if that failed or was cancelled, with the reply answered and nothing kept."""
+
+        def progress(stage: str, done: int, total: int) -> None:
+            log.debug("%s: %d of %d", stage, done, total)
+            if self._inbox.closing:
+                raise _OpeningCancelledError(f"stopped at {stage}, {done} of {total}")
+
+        try:
+            opened = self._backend.open(self._config, progress)
+            check_pool_tokens(opened.num_pages * opened.page_size, opened.page_size)
+        except _OpeningCancelledError as error:
+            self.opened.fail(EngineClosedError(f"the engine was closed while it opened ({error})"))
+            return None
+        except Exception as error:  # noqa: BLE001  # told to whoever waits in `start`
+            traceback.clear_frames(error.__traceback__)  # their locals hold weights
+            if not isinstance(error, AsyncLLMError):
+                wrapped = ModelLoadError(f"opening {self._config.model!r} failed: {error!r}")
+                wrapped.__cause__ = error
+                self.opened.fail(wrapped)
+            else:
+                self.opened.fail(error)
+            return None
+        return opened
+
+    def _policy(self, opened: OpenBackend) -> tuple[LiveRequests, Scheduler]:
+        config = self._config
+        cache = CacheManager(
+            num_pages=opened.num_pages,
+            page_size=opened.page_size,
+            num_slots=config.max_running_requests,
+            max_pages_per_request=-(-opened.max_model_tokens // opened.page_size),
+            prefix_cache=config.prefix_cache,
+        )
+        self._cache = cache
+        scheduler = Scheduler(
+            cache,
+            SchedulingPolicy(
+                max_running_requests=config.max_running_requests,
+                step_token_budget=opened.step_token_budget,
+                min_prefill_chunk=opened.min_prefill_chunk,
+                share_inflight_prefixes=config.share_inflight_prefixes,
+            ),
+        )
+        return LiveRequests(self._desk, scheduler), scheduler
+
+    async def _serve_until_closed(self, opened: OpenBackend) -> None:
+        self._limiter = anyio.CapacityLimiter(PREPARING_THREADS)
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._desk.move(EngineState.RUNNING)
+                self._publish()
+                self.opened.set(opened)
+                await self._serve(tasks)
+                self._desk.move(EngineState.CLOSING)
+                tasks.cancel_scope.cancel()
+        except Exception as error:  # noqa: BLE001  # told to every caller
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+                cause = cause.exceptions[0]
+            self._desk.fail(cause)
+            log.error("the engine has failed: %r", cause)  # noqa: TRY400  # its frames were cleared
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    async def _serve(self, tasks: TaskGroup) -> None:
+        while self._receive(tasks):
+            self._live.expire()
+            self._live.check_pauses()
+            launched = self._launch()
+            if self._flights and (not launched or len(self._flights) > self._depth):
+                await self._wait_for_oldest(tasks)
+                self._commit_oldest()
+            else:
+                self._deliver_without_step()
+                if not launched:
+                    await self._idle()
+            if self._preparing:
+                await anyio.lowlevel.checkpoint()  # a blocking device wait never lets other tasks run
+
+    def _receive(self, tasks: TaskGroup) -> bool:  # noqa: C901  # one case a message
+        """Do what callers ask for; False if they ask to stop."""
+        self._bell.reset()
+        going_on = True
+        for message in self._inbox.take():
+            match message:
+                case Submit(submissions):
+                    for submission in self._live.receive(submissions):
+                        self._preparing += 1
+                        tasks.start_soon(self._prepare, submission)
+                case Cancel(submissions, dropped):
+                    for submission in submissions:
+                        if dropped and not submission.ended:
+                            _warn_dropped(submission)
+                        self._live.end(submission, dropped=dropped)
+                case Resume(submission):
+                    self._live.resume(submission)
+                case Call(function, reply):
+                    try:
+                        reply.set(function())
+                    except Exception as error:  # noqa: BLE001  # the caller's to see
+                        reply.fail(error)
+                case Close():
+                    going_on = False
+        return going_on
+
+    async def _prepare(self, submission: Submission) -> None:
+        prepare = submission.prepare
+        try:
+            if prepare is not None and not submission.ended:
+                submission.ready = await anyio.to_thread.run_sync(
+                    prepare, submission.sequence, abandon_on_cancel=True, limiter=self._limiter
+                )
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's alone
+            self._live.prepare_failed(submission, error)
+        else:
+            self._live.start([submission])
+        finally:
+            self._preparing -= 1
+            self._bell.ring()
+
+    def _launch(self) -> bool:
+        """Schedule and launch a step, if there is room and something to run."""
+        if len(self._flights) > self._depth:
+            return False
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return False
+        self._work()
+        self._flights.append(_Flight(scheduled, self._runner.launch(scheduled.batch)))
+        if scheduled.record.kind != "decode":
+            self._live.note_admitted(scheduled.rows)
+        return True
+
+    async def _wait_for_oldest(self, tasks: TaskGroup) -> None:
+        """Wait for the oldest step while messages are read; a `Close` is left to the next turn."""
+        step = self._flights[0].launched
+        if not step.call_when_done(self._bell.ring):
+            step.wait()
+            return
+        while not step.done():
+            await self._bell.wait(self._live.next_deadline)
+            if not self._receive(tasks):
+                self._inbox.post(Close())
+                return
+            self._live.expire()
+            self._deliver_without_step()
+
+    def _commit_oldest(self) -> None:
+        flight = self._flights[0]
+        result = flight.launched.result()
+        self._flights.popleft()
+        scheduled = flight.scheduled
+        verdicts = [
+            self._live.advance(request, token_id, finite=finite)
+            for request, token_id, finite in zip(scheduled.sampled, result.token_ids, result.finite, strict=True)
+        ]
+        self._scheduler.commit(scheduled, verdicts)
+        self._steps += 1
+        self._generated_tokens += sum(verdict is not None for verdict in verdicts)
+        if scheduled.record.kind != "decode":
+            lengths = scheduled.batch.query_lens
+            decoding = scheduled.batch.token_ids[scheduled.batch.query_lens.cumsum() - lengths] < 0
+            self._prompt_tokens += int(lengths[~decoding].sum())
+        self._last_step_at = time.monotonic()
+        if self._config.debug_checks:
+            self._scheduler.check_integrity()
+        self._publish()
+        self._tell_listeners(scheduled.record)
+        self._live.deliver()
+        self._check_drained()
+
+    def _deliver_without_step(self) -> None:
+        self._live.deliver()
+        self._publish()
+        self._check_drained()
+
+    async def _idle(self) -> None:
+        self._rest()
+        await self._bell.wait(self._live.next_deadline)
+
+    def _work(self) -> None:
+        if not self._at_work and self._config.switch_interval_seconds is not None:
+            SWITCH_INTERVAL.enter(self._config.switch_interval_seconds)
+            self._at_work = True
+
+    def _rest(self) -> None:
+        if self._at_work:
+            SWITCH_INTERVAL.leave()
+            self._at_work = False
+
+    # -- what callers see ------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        cache, scheduler = self._cache, self._scheduler
+        self._desk.stats = EngineStats(
+            state=self._desk.state,
+            waiting=scheduler.waiting + self._preparing,
+            running=scheduler.running,
+            paused=scheduler.paused,
+            total_pages=cache.num_pages,
+            free_pages=cache.free_pages,
+            owned_pages=cache.owned_pages,
+            cached_pages=cache.cached_pages,
+            leased_pages=cache.leased_pages,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._steps,
+            preemptions=scheduler.preemptions,
+            last_step_age_seconds=self._last_step_at,
+        )
+
+    def _check_drained(self) -> None:
+        if self._desk.state is EngineState.DRAINING and not self._desk.live_count and not self._flights:
+            self.drained.set(None)
+
+    def add_listener(self, listener: Callable[[StepRecord], object]) -> None:
+        """Call `listener` with each step's record from now on."""
+        self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Callable[[StepRecord], object]) -> None:
+        """Undo one `add_listener`; nothing if it is not there."""
+        left = list(self._listeners)
+        if listener in left:
+            left.remove(listener)
+        self._listeners = tuple(left)
+
+    def _tell_listeners(self, record: StepRecord) -> None:
+        for listener in self._listeners:
+            try:
+                listener(record)
+            except Exception:
+                log.exception("a step listener raised and is removed: %r", listener)
+                self.remove_listener(listener)
+
+    def check_integrity(self) -> None:
+        """Check every page's whereabouts; on the engine thread."""
+        self._scheduler.check_integrity()
+
+    def reset_prefix_cache(self) -> int:
+        """Free the cached pages that nobody leases; on the engine thread. Returns how many."""
+        return self._cache.reset_prefix_cache()
+
+
+def _warn_dropped(submission: Submission) -> None:
+    """Tell that only the finalizer ended a stream; here, since a finalizer may run anywhere and must not warn."""
+    try:
+        warnings.warn(
+            f"the stream of {submission.request_id!r} was dropped while it ran; "
+            "write `async with engine.stream(...) as stream` to end it where you leave it",
+            ResourceWarning,
+            stacklevel=2,
+        )
+    except ResourceWarning:  # warnings are errors in this process; the engine thread has nobody to raise it to
+        log.warning("the stream of %r was dropped while it ran", submission.request_id)

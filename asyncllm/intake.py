@@ -1,0 +1,276 @@
+"""From a call's arguments to a request, or a refusal with the numbers.
+
+Runs on the caller's thread, for long texts on a worker thread; owns nothing. Invariant: what passes here fits: the
+scheduler never meets a request that could not finish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypedDict
+
+import numpy as np
+
+from asyncllm.errors import InvalidRequestError, PromptTooLongError
+from asyncllm.request import Request, RowSampling
+from asyncllm.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
+from asyncllm.submission import ReadyRequest, Sink, Submission
+from asyncllm.text.advance import TextProgress
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from asyncllm.backend import OpenBackend
+    from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "SamplingFields"]
+
+DEFAULT_MAX_TOKENS: Final = 1024
+LEAST_DEFAULT_MAX_TOKENS: Final = 16
+SHORT_TEXT_CHARACTERS: Final = 2048
+"""Longer texts are tokenized on a worker thread: a millisecond of the caller's loop is the most we take."""
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, object]
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams`, as keywords of a call."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    include_stop: bool
+    ignore_eos: bool
+    skip_special_tokens: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a call says about a request beside its sampling; checked on construction."""
+
+    request_id: str | None = None
+    timeout: float | None = None
+    priority: int = 0
+    buffer_tokens: int | None = None
+    cache_namespace: str = ""
+
+    def __post_init__(self) -> None:
+        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
+            raise InvalidRequestError(f"request_id must be a non-empty text, not {self.request_id!r}")
+        if self.timeout is not None and not _is_positive_number(self.timeout):
+            raise InvalidRequestError(f"timeout must be a number of seconds > 0, not {self.timeout!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequestError(f"priority must be an integer (higher first), not {self.priority!r}")
+        buffer = self.buffer_tokens
+        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
+            raise InvalidRequestError(f"buffer_tokens must be an integer >= 1, not {buffer!r}")
+        if not isinstance(self.cache_namespace, str):
+            raise InvalidRequestError(f"cache_namespace must be a text, not {self.cache_namespace!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """A conversation to be rendered by the model's template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] | None
+    continue_final_message: bool
+    template_options: Mapping[str, object] | None
+
+    def characters(self) -> int:
+        """About how long the rendered text will be."""
+        return sum(len(str(value)) for message in self.messages for value in message.values())
+
+
+class Intake:
+    """Builds submissions for one opened model.
+
+    Args:
+        opened: the model.
+        seed: of the seeds drawn for requests without one; None: random.
+    """
+
+    def __init__(self, opened: OpenBackend, *, seed: int | None) -> None:
+        self._opened = opened
+        self._seeds = random.Random(seed)  # noqa: S311  # seeds of samples, nothing secret
+        self._pool_tokens = opened.num_pages * opened.page_size
+
+    def draw_seed(self) -> int:
+        """Draw a seed for a request without one."""
+        return self._seeds.getrandbits(63)
+
+    def submission(
+        self,
+        prompt: Prompt | ChatTurn,
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        sink: Sink,
+        request_id: str,
+    ) -> Submission:
+        """Check a call's arguments and build its submission.
+
+        Token ids and short texts are made ready here; longer ones by `Submission.prepare`, later.
+
+        Raises:
+            InvalidRequestError: an argument cannot be served.
+            PromptTooLongError: it can never fit.
+        """
+        self._check_params(params)
+        seed = self.draw_seed() if params.seed is None else params.seed
+        prompt = _own(prompt)
+
+        def prepare(sequence: int) -> ReadyRequest:
+            return self._ready(self._prompt_ids(prompt), params, options, seed, request_id, sequence)
+
+        deferred = _characters(prompt) > SHORT_TEXT_CHARACTERS
+        if deferred:
+            self._need_tokenizer("a text prompt")
+        return Submission(
+            request_id=request_id,
+            sink=sink,
+            params=params,
+            seed=seed,
+            prepare=prepare if deferred else None,
+            ready=None if deferred else prepare(-1),
+            timeout_seconds=options.timeout,
+            buffer_tokens=options.buffer_tokens,
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self._opened.model_config.vocab_size
+        for token_id in params.stop_ids:
+            if token_id >= vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token_id}, outside of the vocabulary (0 to {vocab_size - 1})"
+                )
+        if params.stop_texts:
+            self._need_tokenizer("stop")
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._opened.tokenizer is None:
+            raise InvalidRequestError(f"this model has no tokenizer, so {what} cannot be used: give token ids")
+        return self._opened.tokenizer
+
+    def _prompt_ids(self, prompt: Prompt | ChatTurn) -> npt.NDArray[np.int32]:
+        if isinstance(prompt, ChatTurn):
+            ids: Sequence[int] = self._need_tokenizer("chat").render_chat(
+                prompt.messages,
+                tools=prompt.tools,
+                continue_final_message=prompt.continue_final_message,
+                template_options=prompt.template_options,
+            )
+        elif isinstance(prompt, str):
+            ids = self._need_tokenizer("a text prompt").encode(prompt)
+        else:
+            ids = prompt
+        array = _id_array(ids)
+        vocab_size = self._opened.model_config.vocab_size
+        if array.size == 0:
+            raise InvalidRequestError("the prompt has no tokens: give at least one")
+        if int(array.min()) < 0 or int(array.max()) >= vocab_size:
+            bad = int(array[(array < 0) | (array >= vocab_size)][0])
+            raise InvalidRequestError(f"the prompt has id {bad}, outside of the vocabulary (0 to {vocab_size - 1})")
+        return array.astype(np.int32)
+
+    def _ready(  # noqa: PLR0917  # one call, in `prepare`
+        self,
+        ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        options: RequestOptions,
+        seed: int,
+        request_id: str,
+        sequence: int,
+    ) -> ReadyRequest:
+        max_tokens = self._max_tokens(len(ids), params.max_tokens, request_id)
+        request = Request(
+            request_id=request_id,
+            sequence=sequence,
+            prompt=ids,
+            max_tokens=max_tokens,
+            sampling=self._row_sampling(params, seed),
+            priority=options.priority,
+            namespace=options.cache_namespace,
+        )
+        text = TextProgress(
+            self._opened.tokenizer,
+            ids.tolist(),
+            stop_texts=params.stop_texts,
+            stop_ids=frozenset(params.stop_ids),
+            eos_token_ids=frozenset() if params.ignore_eos else self._opened.eos_token_ids,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+            max_tokens=max_tokens,
+        )
+        return ReadyRequest(request, text)
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None, request_id: str) -> int:
+        """Resolve `max_tokens`; refuse what cannot fit. The last token's KV is never written, so it needs no room."""
+        limit = min(self._opened.max_model_tokens, self._pool_tokens + 1)
+        room = limit - prompt_tokens
+        if asked is not None and asked <= room:
+            return asked
+        if asked is None and room >= 1:
+            base = self._opened.generation.max_new_tokens or DEFAULT_MAX_TOKENS
+            return min(base, room, max(self._pool_tokens // 4, LEAST_DEFAULT_MAX_TOKENS))
+        wanted = 1 if asked is None else asked
+        raise PromptTooLongError(
+            f"{prompt_tokens} prompt tokens and max_tokens={wanted} make {prompt_tokens + wanted}, but prompt and "
+            f"output may have {limit} together (context {self._opened.max_model_tokens}, KV pool {self._pool_tokens}): "
+            "shorten the prompt, lower max_tokens, or open the engine with a larger kv_pool_tokens or max_model_tokens",
+            prompt_tokens=prompt_tokens,
+            limit_tokens=limit,
+            pool_tokens=self._pool_tokens,
+            request_id=request_id,
+        )
+
+    def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
+        defaults = self._opened.generation
+        temperature = defaults.temperature if params.temperature is None else float(params.temperature)
+        top_k = defaults.top_k if params.top_k is None else params.top_k
+        vocab_size = self._opened.model_config.vocab_size
+        return RowSampling(
+            temperature=0.0 if temperature < GREEDY_BELOW_TEMPERATURE else temperature,
+            top_p=defaults.top_p if params.top_p is None else float(params.top_p),
+            top_k=0 if top_k <= 0 or top_k >= vocab_size else top_k,
+            min_p=defaults.min_p if params.min_p is None else float(params.min_p),
+            seed=seed,
+        )
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _own(prompt: Prompt | ChatTurn) -> Prompt | ChatTurn:
+    """Keep a copy of what a caller may change after the call."""
+    if isinstance(prompt, str | ChatTurn):
+        return prompt
+    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+        raise InvalidRequestError(f"a prompt is a text or a sequence of token ids, not {type(prompt).__name__}")
+    return tuple(prompt)
+
+
+def _characters(prompt: Prompt | ChatTurn) -> int:
+    if isinstance(prompt, ChatTurn):
+        return prompt.characters()
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _id_array(ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    for kind in set(map(type, ids)):
+        if kind is bool or not issubclass(kind, int | np.integer):
+            raise InvalidRequestError(f"a prompt of token ids holds integers, not {kind.__name__}")
+    try:
+        return np.asarray(ids, dtype=np.int64).reshape(-1)
+    except OverflowError:
+        raise InvalidRequestError("the prompt has an id far outside of the vocabulary") from None

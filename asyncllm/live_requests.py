@@ -1,0 +1,299 @@
+"""What the engine thread knows of each live request beside its scheduling: its text, its clock, its reader.
+
+Runs on the engine thread only; owns the submissions that were received and the events that wait to be delivered.
+Invariant: a submission gets one end, decided at the front desk (`retire`), and nothing after it; what a step
+brought is delivered together, after its commit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import AsyncLLMError, DeadlineExceededError, EngineError, RequestFailedError
+from asyncllm.outputs import Completion, Timing, Token, Usage
+from asyncllm.request import RequestState
+from asyncllm.scheduler.scheduler import Verdict
+from asyncllm.submission import Ended, Submission
+from asyncllm.wakeups import LoopGoneError, Wakes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncllm.front_desk import FrontDesk
+    from asyncllm.outputs import FinishReason
+    from asyncllm.request import Request
+    from asyncllm.scheduler.scheduler import Scheduler
+    from asyncllm.wakeups import Door
+
+__all__ = ["LiveRequests"]
+
+
+class LiveRequests:
+    """The submissions in the engine's hands."""
+
+    def __init__(self, desk: FrontDesk, scheduler: Scheduler) -> None:
+        self._desk = desk
+        self._scheduler = scheduler
+        self._submissions: dict[Submission, None] = {}
+        self._by_request: dict[Request, Submission] = {}
+        self._bounded: dict[Submission, None] = {}  # those with buffer_tokens
+        self._deadlines: list[tuple[float, int, Submission]] = []
+        self._tokens: list[tuple[Submission, Token]] = []
+        self._ends: list[tuple[Submission, FinishReason | None, Exception | None]] = []
+        self._left_queue = 0
+        self._wakes = Wakes()
+
+    def __len__(self) -> int:
+        return len(self._submissions)
+
+    # -- arrival ---------------------------------------------------------------------------------------------
+
+    def receive(self, submissions: Iterable[Submission]) -> list[Submission]:
+        """Take new submissions; those that are ready go to the scheduler as one message. Returns the others."""
+        unprepared: list[Submission] = []
+        ready: list[Submission] = []
+        for submission in submissions:
+            if submission.leaving is not None:  # it left before it was read: it never runs
+                self._submissions[submission] = None
+                self.end(submission)
+                continue
+            self._submissions[submission] = None
+            if submission.deadline is not None:
+                heapq.heappush(self._deadlines, (submission.deadline, submission.sequence, submission))
+            (unprepared if submission.ready is None else ready).append(submission)
+        self.start(ready)
+        return unprepared
+
+    def start(self, submissions: Iterable[Submission]) -> None:
+        """Hand submissions whose prompt is ready to the scheduler."""
+        requests = []
+        for submission in submissions:
+            request = submission.request
+            if request is None or submission.ended:
+                continue
+            self._by_request[request] = submission
+            if submission.buffer_tokens is not None:
+                self._bounded[submission] = None
+            requests.append(request)
+        if requests:
+            self._scheduler.submit(requests)
+
+    def note_admitted(self, requests: Iterable[Request]) -> None:
+        """Note requests that a step has just named for the first time."""
+        now = time.monotonic()
+        for request in requests:
+            submission = self._by_request.get(request)
+            if submission is not None and not submission.admitted:
+                submission.admitted = True
+                submission.admitted_at = now
+                self._left_queue += 1
+
+    # -- progress --------------------------------------------------------------------------------------------
+
+    def advance(self, request: Request, token_id: int, *, finite: bool) -> Verdict | None:  # noqa: PLR0911  # an exit each fate
+        """Take one sampled token: the scheduler's verdict, None if it is dropped. Delivers nothing yet."""
+        submission = self._by_request.get(request)
+        if submission is None:
+            return None
+        if submission.leaving is not None or submission.ready is None:
+            self.end(submission)
+            return None
+        if not finite:
+            self.end(submission, error=self._failed(submission, "its logits were not finite"))
+            return None
+        try:
+            step = submission.ready.text.advance(token_id)
+        except Exception as error:  # noqa: BLE001  # a tokenizer's fault is its own request's, whatever it is
+            self.end(submission, error=self._failed(submission, "decoding its tokens failed", error))
+            return None
+        if step.finish_reason is not None and self._desk.retire(submission) is not None:
+            self.end(submission)  # its caller left just before
+            return None
+        self._note_time(submission)
+        if step.text:
+            submission.pieces.append(step.text)
+        index = len(request.generated)
+        if submission.sink.wants_tokens:
+            token = Token(
+                text=step.text,
+                id=token_id,
+                index=index,
+                finish_reason=step.finish_reason,
+                usage=None if step.finish_reason is None else self._usage(submission, index + 1),
+            )
+            self._tokens.append((submission, token))
+        if step.finish_reason is None:
+            return Verdict(token_id, ends=False)
+        submission.stop_reason = step.stop_reason
+        self._finish(submission, step.finish_reason, None)
+        return Verdict(token_id, ends=True)
+
+    def _note_time(self, submission: Submission) -> None:
+        now = time.monotonic()
+        if submission.last_token_at is None:
+            submission.first_token_at = now
+        else:
+            gap = now - submission.last_token_at
+            submission.longest_gap_seconds = max(gap, submission.longest_gap_seconds or 0.0)
+        submission.last_token_at = now
+
+    # -- pauses ----------------------------------------------------------------------------------------------
+
+    def check_pauses(self) -> None:
+        """Pause the requests whose readers lag, before a step is built."""
+        for submission in self._bounded:
+            request = submission.request
+            if request is None or request.state is not RequestState.DECODING or not self._is_full(submission, request):
+                continue
+            mailbox = submission.sink.mailbox
+            mailbox.paused = True
+            if self._is_full(submission, request):  # looked at again: the reader may not have seen the flag
+                self._scheduler.pause(request)
+            else:
+                mailbox.paused = False
+
+    def resume(self, submission: Submission) -> None:
+        """Let a paused request go on; `check_pauses` stops it again if there is still no room."""
+        request = submission.request
+        if request is not None and request.state is RequestState.PAUSED and not submission.ended:
+            self._scheduler.resume(request)
+
+    @staticmethod
+    def _is_full(submission: Submission, request: Request) -> bool:
+        in_flight = request.sampled - len(request.generated)
+        return submission.sink.mailbox.unread + in_flight >= (submission.buffer_tokens or 0)
+
+    # -- ends ------------------------------------------------------------------------------------------------
+
+    def end(self, submission: Submission, *, error: Exception | None = None, dropped: bool = False) -> None:
+        """End a request without a token: its caller left (or dropped it), its time is up, or `error`."""
+        if submission.ended or submission not in self._submissions:
+            return
+        leaving = self._desk.retire(submission)
+        reason = leaving or ("aborted" if dropped else None)
+        request = submission.request
+        if request is not None and request in self._by_request:
+            self._scheduler.end(request)
+        self._finish(submission, reason, None if reason is not None else error)
+
+    def _finish(self, submission: Submission, reason: FinishReason | None, error: Exception | None) -> None:
+        submission.ended = True
+        self._submissions.pop(submission, None)
+        self._bounded.pop(submission, None)
+        if submission.request is not None:
+            self._by_request.pop(submission.request, None)
+        if not submission.admitted:
+            submission.admitted = True
+            self._left_queue += 1
+        self._ends.append((submission, reason, error))
+
+    def end_all(self) -> None:
+        """End everybody: the engine closes or has failed. Touches neither scheduler nor KV.
+
+        Asks the desk who is live: a caller may have registered, and its message not be here yet.
+        """
+        for submission in self._desk.live():
+            reason = self._desk.retire(submission)
+            error = None if reason is not None else self._desk.closing_error()
+            self._finish(submission, reason, error)
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        now = time.monotonic()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].ended):
+            _, _, submission = heapq.heappop(self._deadlines)
+            if not submission.ended:
+                error = DeadlineExceededError(
+                    f"the request's timeout of {submission.timeout_seconds:g} s has passed",
+                    completion=self._completion(submission, "timeout"),
+                    request_id=submission.request_id,
+                )
+                self.end(submission, error=error)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` should be called next, on the clock of `time.monotonic`."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # -- delivery --------------------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Put what waits into the mailboxes and wake each reader's loop once."""
+        if self._left_queue:
+            self._desk.left_queue(self._left_queue)
+            self._left_queue = 0
+        while True:
+            tokens, self._tokens = self._tokens, []
+            for submission, token in tokens:
+                submission.sink.token(token, self._wakes)
+            ends, self._ends = self._ends, []
+            for submission, reason, error in ends:
+                completion = None if reason is None else self._completion(submission, reason)
+                submission.sink.end(Ended(completion, error), self._wakes)
+            gone = self._wakes.flush()
+            if not gone:
+                return
+            for door, cause in gone:
+                self._end_readers_at(door, cause)
+
+    def _end_readers_at(self, door: Door, cause: LoopGoneError) -> None:
+        """A loop is closed: all that wait there end; the others go on."""
+        for submission in list(self._submissions):
+            if submission.sink.mailbox.reader_door is door:
+                error = EngineError(f"the event loop that waited for {submission.request_id!r} is closed: {cause}")
+                submission.sink.mailbox.reader_door = None
+                self.end(submission, error=error)
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _failed(submission: Submission, what: str, cause: BaseException | None = None) -> RequestFailedError:
+        error = RequestFailedError(
+            f"request {submission.request_id!r} failed: {what}", request_id=submission.request_id
+        )
+        error.__cause__ = cause
+        return error
+
+    def prepare_failed(self, submission: Submission, error: Exception) -> None:
+        """End a request whose prompt could not be made ready."""
+        if not isinstance(error, AsyncLLMError):
+            error = self._failed(submission, "preparing its prompt failed", error)
+        self.end(submission, error=error)
+
+    @staticmethod
+    def _usage(submission: Submission, completion_tokens: int) -> Usage:
+        request = submission.request
+        return Usage(
+            prompt_tokens=0 if request is None else len(request.prompt),
+            cached_tokens=0 if request is None else request.cached_tokens,
+            completion_tokens=completion_tokens,
+            max_tokens=(submission.params.max_tokens or 0) if request is None else request.max_tokens,
+        )
+
+    def _completion(self, submission: Submission, reason: FinishReason) -> Completion:
+        request = submission.request
+        token_ids = () if request is None else tuple(request.generated)
+        now = time.monotonic()
+        first, last = submission.first_token_at, submission.last_token_at
+        itl_mean = None
+        if first is not None and last is not None and len(token_ids) > 1:
+            itl_mean = (last - first) / (len(token_ids) - 1)
+        started = submission.submitted_at
+        return Completion(
+            request_id=submission.request_id,
+            text="".join(submission.pieces),
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=submission.stop_reason,
+            usage=self._usage(submission, len(token_ids)),
+            timing=Timing(
+                queued_seconds=None if submission.admitted_at is None else submission.admitted_at - started,
+                ttft_seconds=None if first is None else first - started,
+                itl_mean_seconds=itl_mean,
+                itl_max_seconds=submission.longest_gap_seconds,
+                total_seconds=now - started,
+            ),
+            seed=submission.seed,
+        )
