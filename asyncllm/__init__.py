@@ -4,6 +4,7 @@ Importing starts nothing and loads no torch: a model's code is imported when an 
 """
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine import Engine
 from asyncllm.errors import (
     AsyncLLMError,
     ConfigurationError,
@@ -20,14 +21,18 @@ from asyncllm.errors import (
     RequestFailedError,
     StreamInUseError,
 )
+from asyncllm.llm import LLM
 from asyncllm.outputs import Completion, EngineState, EngineStats, StepRecord, Timing, Token, Usage
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.stream import TokenStream
 
 __all__ = [
+    "LLM",
     "AsyncLLMError",
     "Completion",
     "ConfigurationError",
     "DeadlineExceededError",
+    "Engine",
     "EngineClosedError",
     "EngineConfig",
     "EngineError",
@@ -46,6 +51,7 @@ __all__ = [
     "StreamInUseError",
     "Timing",
     "Token",
+    "TokenStream",
     "Usage",
     "__version__",
 ]

@@ -29,8 +29,9 @@ PARTS: Final = {
     "model": {"model"},
     "between threads": {"wakeups", "mailbox", "inbox", "submission", "front_desk", "stream", "batch_run"},
     "engine thread": {"engine_loop", "live_requests", "intake", "switch_interval"},
-    "engine": {"engine", ""},
-    "faces": {"llm", "__main__"},
+    "progress bars": {"progress"},
+    "engine": {"engine"},
+    "faces": {"llm", "__main__", ""},
     "testing": {"testing"},
 }
 
@@ -43,8 +44,9 @@ MAY_IMPORT: Final = {
     "model": {"values", "text"},
     "between threads": {"values"},
     "engine thread": {"values", "kv", "scheduler", "text", "between threads"},
-    "engine": {"values", "kv", "scheduler", "text", "model", "between threads", "engine thread"},
-    "faces": {"values", "between threads", "engine"},
+    "progress bars": set[str](),
+    "engine": {"values", "kv", "scheduler", "text", "model", "between threads", "engine thread", "progress bars"},
+    "faces": {"values", "between threads", "engine thread", "progress bars", "engine"},
     "testing": set(PARTS),
 }
 
@@ -57,8 +59,9 @@ LIBRARIES: Final = {
     "model": {"numpy", "torch", "transformers", "safetensors", "gguf", "huggingface_hub", "flash_attn", "triton"},
     "between threads": {"trio"},
     "engine thread": {"numpy"},
-    "engine": {"tqdm"},
-    "faces": {"tqdm"},
+    "progress bars": {"tqdm"},
+    "engine": set[str](),
+    "faces": set[str](),
     "testing": {"numpy", "tokenizers", "transformers", "pytest"},
 }
 ANYIO_MODULES: Final = {"engine", "engine_loop", "stream", "llm"}
