@@ -1,11 +1,11 @@
 """The prefix cache that keeps nothing.
 
-Runs on the engine thread; owns no page. Invariant: its trees are roots without children.
+Runs on the engine thread; owns pages only while a request leases them. Invariant: nothing in it is evictable.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,17 +16,33 @@ if TYPE_CHECKING:
 
     from asyncllm.kv.page_pool import Pages
 
-__all__ = ["NaiveCache"]
+__all__ = ["GROUP_PREFIX", "NaiveCache"]
+
+GROUP_PREFIX: Final = "\0"
+"""What the namespace of a group of samples begins with, each group's its own: its requests share while they live."""
 
 
 class NaiveCache(RadixCache):
-    """A radix cache that matches nothing and takes nothing: all pages of a request return at its end."""
+    """A radix cache that lets go of what nobody leases any more.
 
-    def match(self, tokens: npt.NDArray[np.int32], namespace: str) -> RadixMatch:  # noqa: ARG002
-        """Match nothing."""
+    Nothing is shared, but for the samples of one prompt: in a namespace that begins with `GROUP_PREFIX` they find
+    what the first of them has computed, and it goes with the last one's lease.
+    """
+
+    def match(self, tokens: npt.NDArray[np.int32], namespace: str) -> RadixMatch:
+        """Match within a group of samples, and nothing elsewhere."""
+        if namespace.startswith(GROUP_PREFIX):
+            return super().match(tokens, namespace)
         return RadixMatch(node=None, whole_pages=0, source=None, source_tokens=0)
 
-    def extend(self, held: Node, tokens: npt.NDArray[np.int32], pages: Pages) -> Extension:  # noqa: ARG002
-        """Take nothing."""
+    def unlock(self, node: Node) -> Pages:
+        """Undo one `lock`; return the pages that nobody leases any more: int32 [n]."""
+        super().unlock(node)
+        return self.evict(self.evictable_pages)
+
+    def extend(self, held: Node, tokens: npt.NDArray[np.int32], pages: Pages) -> Extension:
+        """Take pages within a group of samples, and nothing elsewhere."""
+        if held.namespace.startswith(GROUP_PREFIX):
+            return super().extend(held, tokens, pages)
         none = np.empty(0, dtype=np.int32)
-        return Extension(end=held, present=none, taken_pages=0, kept_tail=False, superseded=none)
+        return Extension(end=held, taken_pages=0, present=none, kept_tail=False, superseded=none)

@@ -30,6 +30,7 @@ Tokens = npt.NDArray[np.int32]
 
 _TOKEN_BYTES: Final = 4
 _NO_PAGES: Final[Pages] = np.empty(0, dtype=np.int32)
+_NO_PAGES.setflags(write=False)
 
 
 class Node:
@@ -100,7 +101,7 @@ class Extension:
         taken_pages: how many of the given pages, whole ones from the first on, are in the cache now.
         present: int32 [n], the cache's own pages for the first n of those: the given ones stay the caller's.
         kept_tail: whether the last page, filled in part, is in the cache as `end`.
-        superseded: int32 [n], pages that the cache let go, since what it took covers them.
+        superseded: int32 [n], pages that the cache let go.
     """
 
     end: Node
@@ -232,7 +233,7 @@ class RadixCache:
             end = self._add(end, rest, pages[whole:], superseded)
         if end is not held:
             self.lock(end)
-            self.unlock(held)
+            superseded.append(self.unlock(held))
         return Extension(
             end=end,
             taken_pages=whole,
