@@ -1,0 +1,97 @@
+"""The CPU as a device: one thread that runs steps in the order in which they are launched, as a CUDA stream does.
+
+Made and closed on the engine thread, imports no torch. Owns its thread. Invariant: steps become done in launch
+order, and a step that raises neither stops the thread nor touches the next step.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncllm.scheduler.batch import StepResult
+
+__all__ = ["CPUDevice", "CPUStep"]
+
+
+class CPUStep:
+    """A `LaunchedStep` of a `CPUDevice`."""
+
+    __slots__ = ("_future", "_run")
+
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        self._run: Callable[[], StepResult] | None = run
+        self._future: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._future.done()
+
+    def call_when_done(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` called once when the step is done, on the device's thread; at once if it is done."""
+        self._future.add_done_callback(lambda _future: callback())
+        return True
+
+    def wait(self) -> None:
+        """Block until the step is done."""
+        concurrent.futures.wait((self._future,))
+
+    def result(self) -> StepResult:
+        """Return what was sampled; raise what the step raised. Blocks until done."""
+        return self._future.result()
+
+    def execute(self) -> None:
+        """Run the step; called once, by the device's thread."""
+        run, self._run = self._run, None  # a step that is done holds none of what it read
+        if run is None:
+            raise RuntimeError("a step runs once")
+        try:
+            result = run()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever reads the result
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+
+class CPUDevice:
+    """Run steps one after the other on a daemon thread.
+
+    Args:
+        prepare: called on the thread before the first step; what it raises, every step raises.
+    """
+
+    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
+        self._steps: queue.SimpleQueue[CPUStep | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, args=(prepare,), name="asyncllm cpu device", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], StepResult]) -> CPUStep:
+        """Queue a step and return without waiting for it.
+
+        Raises:
+            RuntimeError: the device is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the device is closed")
+        step = CPUStep(run)
+        self._steps.put(step)
+        return step
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._steps.put(None)
+        self._thread.join()
+
+    def _work(self, prepare: Callable[[], None]) -> None:
+        prepare()
+        while (step := self._steps.get()) is not None:
+            step.execute()
+            del step  # nothing of it is kept while the thread waits for the next one

@@ -1,0 +1,184 @@
+"""The model: a decoder-only transformer of the Llama kind (Llama, Mistral, SmolLM2, Qwen2, Qwen3).
+
+Made on the engine thread, run on the device's thread. Owns the weights. Invariant: what it computes for a token
+depends on that token's row alone; rows meet only in the shape of the products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from asyncllm.model.linear import PackedGatedLinear, PackedLinear, PlainGatedLinear, PlainLinear, can_pack
+from asyncllm.model.rope import RotaryTables, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncllm.model.kv_tensors import KVTensors
+    from asyncllm.model.linear import GatedLinear, Linear
+    from asyncllm.model.model_config import ModelConfig
+    from asyncllm.model.weights import WeightSource
+
+__all__ = ["Attend", "Decoder"]
+
+
+class Attend(Protocol):
+    """A step's attention: `AttentionBackend.attend` with the step's plan."""
+
+    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[tokens, num_heads, head_dim] against a layer's pages -> the same shape."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer's weights."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: Linear
+    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    o: Linear
+    post_attention_norm: torch.Tensor  # [hidden]
+    gate_up: GatedLinear
+    down: Linear
+
+
+class Decoder:
+    """Compute logits for a step's tokens.
+
+    Args:
+        config: the model's shape.
+        weights: read tensor by tensor, each dropped as soon as it is in its final form; not closed.
+        dtype: of weights, activations and KV.
+        device: where all of it lives.
+        max_model_tokens: positions that the rotary tables cover.
+        on_layer: told (layers done, layers) after each; raises to stop the loading.
+
+    Raises:
+        ConfigurationError: the config's rope does not reach max_model_tokens.
+        ModelLoadError: a tensor cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_tokens: int,
+        on_layer: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.max_model_tokens = max_model_tokens
+        self.rope = RotaryTables(
+            config.rope, head_dim=config.head_dim, max_positions=max_model_tokens, dtype=dtype, device=device
+        )
+        with torch.inference_mode():
+            read = _Reader(weights, dtype, device)
+            self.embedding = read.tensor("model.embed_tokens")  # [vocab, hidden]
+            self.layers: list[Layer] = []
+            for index in range(config.num_layers):
+                self.layers.append(read.layer(config, f"model.layers.{index}"))
+                on_layer(index + 1, config.num_layers)
+            self.norm = read.tensor("model.norm")  # [hidden]
+            head = self.embedding if config.tie_word_embeddings else read.tensor("lm_head")
+            self.lm_head: Linear = read.linear_kind(head)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cells: torch.Tensor,
+        sampled: torch.Tensor,
+        *,
+        kv: KVTensors,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Run the model and store the tokens' keys and values.
+
+        Args:
+            token_ids: int64 [tokens].
+            positions: int64 [tokens].
+            cells: int64 [tokens], where each token's keys and values go.
+            sampled: int64 [samples], the tokens whose logits are wanted.
+            kv: written here, and read by `attend`.
+            attend: this step's attention.
+
+        Returns:
+            Logits [samples, vocab].
+        """
+        config, tokens = self.config, token_ids.shape[0]
+        heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
+        cos = self.rope.cos[positions].unsqueeze(1)  # [tokens, 1, head_dim]
+        sin = self.rope.sin[positions].unsqueeze(1)
+        x = F.embedding(token_ids, self.embedding)  # [tokens, hidden]
+        for index, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.input_norm, eps)
+            qkv = layer.qkv(h).view(tokens, heads + 2 * kv_heads, config.head_dim)
+            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if layer.qk_norm is not None:
+                qk = rms_norm(qk, None, eps) * layer.qk_norm  # each head by itself
+            qk = rotate(qk, cos, sin)
+            q, k = qk[:, :heads], qk[:, heads:]
+            kv.store(index, cells, k, v)
+            h = attend(q, kv.keys[index], kv.values[index])  # [tokens, heads, head_dim]
+            x = layer.o.add_to(x, h.reshape(tokens, heads * config.head_dim))
+            h = rms_norm(x, layer.post_attention_norm, eps)
+            x = layer.down.add_to(x, layer.gate_up(h))
+        x = x[sampled]  # [samples, hidden]
+        return self.lm_head(rms_norm(x, self.norm, eps))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Divide by the root mean square over the last dimension, then multiply by weight."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _Reader:
+    """Bring a checkpoint's tensors into the form in which they are used."""
+
+    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        packed = device.type == "cpu" and can_pack(dtype)
+        self.linear_kind: type[PackedLinear | PlainLinear] = PackedLinear if packed else PlainLinear
+        self._gated_kind: type[PackedGatedLinear | PlainGatedLinear] = PackedGatedLinear if packed else PlainGatedLinear
+
+    def tensor(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """Read one tensor; always a copy, so that no file has to stay open."""
+        return self._weights.get(f"{name}.{kind}").to(device=self._device, dtype=self._dtype, copy=True)
+
+    def layer(self, config: ModelConfig, at: str) -> Layer:
+        """Read one layer."""
+        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+        gate, up = f"{mlp}.gate_proj", f"{mlp}.up_proj"
+        return Layer(
+            input_norm=self.tensor(f"{at}.input_layernorm"),
+            qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
+            qk_norm=self._qk_norm(config, attention) if config.qk_norm else None,
+            o=self._linear([f"{attention}.o_proj"], bias=config.o_bias),
+            post_attention_norm=self.tensor(f"{at}.post_attention_layernorm"),
+            gate_up=self._gated_kind(
+                self.tensor(gate),
+                self.tensor(up),
+                (self.tensor(gate, "bias"), self.tensor(up, "bias")) if config.mlp_bias else None,
+            ),
+            down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias),
+        )
+
+    def _linear(self, names: list[str], *, bias: bool) -> Linear:
+        """Read products that share their input as one: weight [sum of out, in]."""
+        weight = torch.cat([self.tensor(name) for name in names])
+        return self.linear_kind(weight, torch.cat([self.tensor(name, "bias") for name in names]) if bias else None)
+
+    def _qk_norm(self, config: ModelConfig, attention: str) -> torch.Tensor:
+        queries = self.tensor(f"{attention}.q_norm").expand(config.num_heads, -1)
+        keys = self.tensor(f"{attention}.k_norm").expand(config.num_kv_heads, -1)
+        return torch.cat([queries, keys])  # [num_heads + num_kv_heads, head_dim]
