@@ -118,6 +118,10 @@ class CacheManager:
         """A number that grows whenever more may fit or match than before; until then a blocked request stays so."""
         return self._version
 
+    def shares(self, namespace: str) -> bool:
+        """Whether requests of this namespace can match what another of it has computed."""
+        return self._cache.shares(namespace)
+
     def match(self, tokens: npt.NDArray[np.int32], namespace: str) -> PrefixMatch:
         """Find the longest cached prefix, without the last token: that one is always computed.
 

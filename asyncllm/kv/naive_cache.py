@@ -29,9 +29,13 @@ class NaiveCache(RadixCache):
     what the first of them has computed, and it goes with the last one's lease.
     """
 
+    def shares(self, namespace: str) -> bool:
+        """Whether requests of this namespace can match what another of it has computed: the samples of one prompt."""
+        return namespace.startswith(GROUP_PREFIX)
+
     def match(self, tokens: npt.NDArray[np.int32], namespace: str) -> RadixMatch:
         """Match within a group of samples, and nothing elsewhere."""
-        if namespace.startswith(GROUP_PREFIX):
+        if self.shares(namespace):
             return super().match(tokens, namespace)
         return RadixMatch(node=None, whole_pages=0, source=None, source_tokens=0)
 
@@ -42,7 +46,7 @@ class NaiveCache(RadixCache):
 
     def extend(self, held: Node, tokens: npt.NDArray[np.int32], pages: Pages) -> Extension:
         """Take pages within a group of samples, and nothing elsewhere."""
-        if held.namespace.startswith(GROUP_PREFIX):
+        if self.shares(held.namespace):
             return super().extend(held, tokens, pages)
         none = np.empty(0, dtype=np.int32)
         return Extension(end=held, taken_pages=0, present=none, kept_tail=False, superseded=none)

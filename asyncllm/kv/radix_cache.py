@@ -148,6 +148,10 @@ class RadixCache:
             root = self._roots[namespace] = self._new_node(namespace, None, _NO_PAGES, _NO_PAGES)
         return root
 
+    def shares(self, namespace: str) -> bool:  # noqa: ARG002
+        """Whether requests of this namespace can match what another of it has computed."""
+        return True
+
     def match(self, tokens: Tokens, namespace: str) -> RadixMatch:
         """Find the longest prefix of `tokens` (int32 [n]) that the tree has; refresh the recency of what matched.
 
