@@ -31,7 +31,7 @@ class ReserveAdmission:
         self._cache = cache
         self._promised = 0
         self._given_up = 0
-        self._refused: tuple[Request, int, int] | None = None
+        self._refused: tuple[int, int, int] | None = None  # sequence number, cache version, promises given up
 
     @property
     def promised_pages(self) -> int:
@@ -60,7 +60,7 @@ class ReserveAdmission:
 
     def would_refuse(self, request: Request) -> bool:
         """Whether `start` is known to fail, without a match: no slot, or nothing changed since it was refused."""
-        return self._cache.free_slots == 0 or self._refused == (request, self._cache.version, self._given_up)
+        return self._cache.free_slots == 0 or self._refused == self._moment(request)
 
     def start(self, request: Request, match: PrefixMatch) -> RequestPages | None:
         """Reserve the request's worst case and attach the matched prefix.
@@ -75,7 +75,7 @@ class ReserveAdmission:
         if pages is None and match.tokens > match.whole_pages * self._cache.page_size:
             pages = self._attach(request, match.without_copy(self._cache.page_size))
         if pages is None:
-            self._refused = (request, self._cache.version, self._given_up)
+            self._refused = self._moment(request)
             return None
         self._promised += self.promise(request, pages)
         return pages
@@ -103,6 +103,9 @@ class ReserveAdmission:
             cache.unlock(lease)
             return None
         return cache.attach(lease)
+
+    def _moment(self, request: Request) -> tuple[int, int, int]:
+        return request.sequence, self._cache.version, self._given_up
 
     def _worst_case_pages(self, request: Request) -> int:
         return -(-request.worst_case_tokens // self._cache.page_size)

@@ -7,48 +7,25 @@ changes them in place, so that its cost does not depend on how the values got th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncllm.request import Request, RequestState
+from asyncllm.request import RequestState
 from asyncllm.scheduler.batch import SAMPLED_LAST_STEP, Batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncllm.kv.cache_manager import RequestPages, StepWrites
+    from asyncllm.request import Request
+    from asyncllm.scheduler.step import PromptChunk
 
-__all__ = ["DecodingRows", "PromptChunk"]
+__all__ = ["DecodingRows"]
 
 _Column = TypeVar("_Column", bound=np.generic)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PromptChunk:
-    """Part of a prompt that a step computes.
-
-    Args:
-        request: whose prompt.
-        pages: its KV.
-        start: position of the first token.
-        token_ids: int32 [tokens], >= 1 of them.
-        last: the prompt ends here: the request samples its next token.
-    """
-
-    request: Request
-    pages: RequestPages
-    start: int
-    token_ids: npt.NDArray[np.int32]
-    last: bool
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + len(self.token_ids)
 
 
 class DecodingRows:

@@ -1,9 +1,9 @@
 """Who runs in the next step, and what a step that has run changes.
 
-Runs on the engine thread; owns every live request and all that changes in it. Invariant: a request that is to end
-is in no later step, and its pages, slot and lease return together at the commit of the last launched step that
-names it. State advances when a step is launched, before its results are known; any number of steps may be in
-flight (the engine has two at most), and they are committed in launch order.
+Runs on the engine thread; owns every live request from its submission on. Invariant: a request that is to end is
+in no later step, and its pages, slot and lease return together at the commit of the last launched step that names
+it. State advances when a step is launched, before its results are known; any number of steps may be in flight (the
+engine has two at most), and they are committed in launch order.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from asyncllm.errors import IntegrityError
 from asyncllm.outputs import StepRecord
 from asyncllm.request import Request, RequestState
 from asyncllm.scheduler.admission import ReserveAdmission
-from asyncllm.scheduler.batch_builder import DecodingRows, PromptChunk
+from asyncllm.scheduler.running_set import RunningSet
 from asyncllm.scheduler.sibling_prefixes import SiblingPrefixes
-from asyncllm.scheduler.step import ScheduledStep, SchedulingPolicy, Verdict
+from asyncllm.scheduler.step import PromptChunk, ScheduledStep, SchedulingPolicy, Verdict
 from asyncllm.scheduler.waiting_order import WaitingOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncllm.kv.cache_manager import CacheManager, RequestPages
+    from asyncllm.kv.cache_manager import CacheManager, PrefixMatch, RequestPages
     from asyncllm.scheduler.batch import Batch
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulingPolicy", "Verdict"]
@@ -37,17 +36,13 @@ class Scheduler:
         policy: bounds of a step.
 
     Attributes:
-        paused: running requests whose reader stopped.
         blocked: whether the next request could not start in the last `schedule` for lack of a slot or of pages.
-        reserved_tokens: positions that running requests may still need.
         prefix_hit_tokens: prompt tokens that the prefix cache answered, since the start.
         preemptions: requests that gave up their pages before their end, since the start.
     """
 
     def __init__(self, cache: CacheManager, policy: SchedulingPolicy) -> None:
-        self.paused = 0
         self.blocked = False
-        self.reserved_tokens = 0
         self.prefix_hit_tokens = 0
         self.preemptions = 0
         self._cache = cache
@@ -57,10 +52,7 @@ class Scheduler:
             self._order, page_size=cache.page_size, step_token_budget=policy.step_token_budget
         )
         self._admission = ReserveAdmission(cache)
-        self._running: dict[Request, RequestPages] = {}  # all that hold a slot
-        self._prefilling: list[Request] = []  # oldest first
-        self._rows = DecodingRows(max_rows=policy.max_running_requests, page_size=cache.page_size)
-        self._ending: list[Request] = []
+        self._running = RunningSet(cache, self._admission, max_requests=policy.max_running_requests)
         self._in_flight: collections.deque[ScheduledStep] = collections.deque()
         self._next_step = 0
         self._committed_steps = 0
@@ -74,6 +66,16 @@ class Scheduler:
     def running(self) -> int:
         """Requests that hold a slot, paused and ending ones included."""
         return len(self._running)
+
+    @property
+    def paused(self) -> int:
+        """Running requests whose reader stopped."""
+        return self._running.paused
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Positions that running requests may still need."""
+        return self._running.reserved_tokens
 
     def waiting_requests(self) -> list[Request]:
         """Return the requests that wait: first those that could start, head first, then those that wait for another."""
@@ -109,17 +111,11 @@ class Scheduler:
 
     def pause(self, request: Request) -> None:
         """Leave a decoding request out of steps until `resume`; it keeps its pages and what is promised to it."""
-        request.move(RequestState.PAUSED)
-        self.paused += 1
-        self._rows.mark_stale()
+        self._running.pause(request)
 
     def resume(self, request: Request) -> None:
         """Let a paused request decode on."""
-        self._rows.compact()  # drops the row that it may still have
-        request.move(RequestState.DECODING)
-        self.paused -= 1
-        if request.sampled < request.max_tokens:
-            self._rows.add(request, self._running[request])
+        self._running.resume(request)
 
     def schedule(self) -> ScheduledStep | None:
         """Start waiting requests, put the next step together, and advance its requests as launched.
@@ -127,19 +123,18 @@ class Scheduler:
         Returns:
             the step, or None if nothing can run now.
         """
-        step = self._next_step
+        step, rows = self._next_step, self._running.rows
         self._siblings.expire(step)
-        self._rows.compact()
-        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(self._rows))
-        if not chunks and not len(self._rows):
+        rows.compact()
+        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(rows))
+        if not chunks and not len(rows):
             return None
         owned = self._cache.owned_pages
-        self._cache.grow([*self._rows.page_needs(), *((chunk.pages, chunk.end) for chunk in chunks)])
+        self._cache.grow([*rows.page_needs(), *((chunk.pages, chunk.end) for chunk in chunks)])
         self._admission.grew(self._cache.owned_pages - owned)
-        batch = self._rows.batch(step, chunks, self._cache.take_step_writes())
-        decoding = tuple(self._rows.requests)
-        self._advance(step, chunks)
-        self.reserved_tokens -= batch.query_tokens
+        batch = rows.batch(step, chunks, self._cache.take_step_writes())
+        decoding = tuple(rows.requests)
+        self._running.launch(step, chunks)
         scheduled = ScheduledStep(
             batch=batch,
             rows=(*decoding, *(chunk.request for chunk in chunks)),
@@ -168,29 +163,35 @@ class Scheduler:
             raise RuntimeError(f"step {step.batch.index} is not the oldest in flight")
         self._in_flight.popleft()
         self._committed_steps = step.batch.index + 1
-        finished: list[Request] = []
         with self._cache.releasing():
             for chunk in step.chunks:
                 self._commit_chunk(chunk)
-            self._commit_tokens(step.sampled, verdicts, finished)
-            self._finish_ending(finished)
+            finished = self._commit_tokens(step.sampled, verdicts)
+            finished += self._running.finish_ending(committed_steps=self._committed_steps)
         return tuple(finished)
+
+    def check_integrity(self) -> None:
+        """Compare all counts of pages and requests with what they count; O(pool).
+
+        Raises:
+            IntegrityError: with what differs.
+        """
+        self._running.check()
 
     def _plan_chunks(self, step: int, budget: int) -> list[PromptChunk]:
         """Give what decoding leaves of the budget to prompts, oldest first, starting requests while some is left."""
         chunks: list[PromptChunk] = []
         self.blocked = False
-        started = iter(self._prefilling.copy())
-        while budget > 0 and (request := next(started, None) or self._start_next(step)) is not None:
+        begun = iter(self._running.prefilling.copy())
+        while budget > 0 and (request := next(begun, None) or self._start_next(step)) is not None:
             token_ids = request.tokens()[request.computed : request.computed + budget]
-            last = request.computed + len(token_ids) == len(request.prompt) + request.sampled
             chunks.append(
                 PromptChunk(
                     request=request,
-                    pages=self._running[request],
+                    pages=self._running.pages(request),
                     start=request.computed,
                     token_ids=token_ids,
-                    last=last,
+                    last=request.computed + len(token_ids) == len(request.prompt) + request.sampled,
                 )
             )
             budget -= len(token_ids)
@@ -202,7 +203,7 @@ class Scheduler:
             if self.running == self._policy.max_running_requests or self._admission.would_refuse(request):
                 break
             match = self._cache.match(request.tokens(), request.namespace)
-            if self._policy.share_inflight_prefixes and self._siblings.wait(request, match, step):
+            if self._waits_for_prefix(request, match, step):
                 continue
             pages = self._admission.start(request, match)
             if pages is None:
@@ -212,6 +213,11 @@ class Scheduler:
         self.blocked = request is not None
         return None
 
+    def _waits_for_prefix(self, request: Request, match: PrefixMatch, step: int) -> bool:
+        """Let a request wait for another that computes what follows its match, if the cache will have it then."""
+        share = self._policy.share_inflight_prefixes and self._cache.shares(request.namespace)
+        return share and self._siblings.wait(request, match, step)
+
     def _begin(self, request: Request, pages: RequestPages) -> None:
         self._order.remove(request)
         self._siblings.leave(request)
@@ -219,28 +225,8 @@ class Scheduler:
             self._order.note_start(request)
             request.cached_tokens = pages.cached_tokens
             self.prefix_hit_tokens += pages.cached_tokens
-        request.move(RequestState.PREFILLING)
-        request.pages = pages
-        request.computed = pages.cached_tokens
-        request.committed = pages.leased_tokens  # the copied page is there when the first step has run
-        self._running[request] = pages
-        self._prefilling.append(request)
-        self.reserved_tokens += request.worst_case_tokens - request.computed
+        self._running.begin(request, pages)
         self._siblings.begin(request)
-
-    def _advance(self, step: int, chunks: Sequence[PromptChunk]) -> None:
-        """Move the requests of a step to where they are when it has run."""
-        self._rows.advance(step)
-        for chunk in chunks:
-            request = chunk.request
-            request.computed = chunk.end
-            request.last_step = step
-            if chunk.last:
-                request.sampled += 1
-                request.move(RequestState.DECODING)
-                self._prefilling.remove(request)
-                if request.sampled < request.max_tokens:
-                    self._rows.add(request, chunk.pages)
 
     def _record(self, batch: Batch, decoding: Sequence[Request], chunks: Sequence[PromptChunk]) -> StepRecord:
         return StepRecord(
@@ -267,9 +253,9 @@ class Scheduler:
         else:
             self._siblings.advance(request)
 
-    def _commit_tokens(
-        self, sampled: Sequence[Request], verdicts: Sequence[Verdict | None], finished: list[Request]
-    ) -> None:
+    def _commit_tokens(self, sampled: Sequence[Request], verdicts: Sequence[Verdict | None]) -> list[Request]:
+        """Append the tokens of requests that go on or end with theirs; return those of which nothing is left."""
+        finished: list[Request] = []
         for request, verdict in zip(sampled, verdicts, strict=True):
             if request.state is RequestState.ENDING:
                 continue
@@ -281,59 +267,8 @@ class Scheduler:
                 self._stop(request)
                 if request.state is RequestState.FINISHED:
                     finished.append(request)
-
-    def _finish_ending(self, finished: list[Request]) -> None:
-        """Release the ending requests that no launched step names any more."""
-        if not self._ending:
-            return
-        named = [request for request in self._ending if request.last_step >= self._committed_steps]
-        for request in self._ending:
-            if request.last_step < self._committed_steps:
-                self._release(request)
-                finished.append(request)
-        self._ending = named
+        return finished
 
     def _stop(self, request: Request) -> None:
-        """Leave a running request out of all later steps; release it, if no launched step names it."""
-        if request.state is RequestState.PREFILLING:
-            self._prefilling.remove(request)
-        elif request.state is RequestState.PAUSED:
-            self.paused -= 1
-        self._rows.mark_stale()
         self._siblings.end(request)
-        self._admission.give_up(request, self._running[request])
-        self.reserved_tokens -= request.worst_case_tokens - request.computed
-        if request.last_step < self._committed_steps:
-            self._release(request)
-            return
-        if request.state is RequestState.PAUSED:
-            request.move(RequestState.DECODING)  # the way from a pause to an end that is not at once
-        request.move(RequestState.ENDING)
-        self._ending.append(request)
-
-    def _release(self, request: Request) -> None:
-        pages = self._running.pop(request)
-        self._cache.release(pages, request.tokens()[: request.committed], request.namespace)
-        request.pages = None
-        request.move(RequestState.FINISHED)
-
-    def check_integrity(self) -> None:
-        """Compare all counts with what they count.
-
-        Raises:
-            IntegrityError: with what differs.
-        """
-        self._cache.check_integrity(self._running.values())
-        going_on = {r: pages for r, pages in self._running.items() if r.state is not RequestState.ENDING}
-        promised = sum(self._admission.promise(request, pages) for request, pages in going_on.items())
-        for name, counted, found in (
-            ("promised pages", self._admission.promised_pages, promised),
-            ("reserved tokens", self.reserved_tokens, sum(r.worst_case_tokens - r.computed for r in going_on)),
-            ("paused requests", self.paused, sum(r.state is RequestState.PAUSED for r in going_on)),
-            ("prefilling requests", len(self._prefilling), sum(r.state is RequestState.PREFILLING for r in going_on)),
-            ("ending requests", len(self._ending), len(self._running) - len(going_on)),
-        ):
-            if counted != found:
-                raise IntegrityError(f"{name}: {counted} by count, {found} when looked through")
-        if promised > self._cache.available_pages:
-            raise IntegrityError(f"{promised} pages are promised, {self._cache.available_pages} are available")
+        self._running.stop(request, committed_steps=self._committed_steps)

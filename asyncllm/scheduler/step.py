@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncllm.config import check_step_budget
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from asyncllm.kv.cache_manager import RequestPages
     from asyncllm.outputs import StepRecord
     from asyncllm.request import Request
     from asyncllm.scheduler.batch import Batch
-    from asyncllm.scheduler.batch_builder import PromptChunk
 
-__all__ = ["ScheduledStep", "SchedulingPolicy", "Verdict"]
+__all__ = ["PromptChunk", "ScheduledStep", "SchedulingPolicy", "Verdict"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +30,8 @@ class SchedulingPolicy:
         max_running_requests: most requests that hold a slot.
         step_token_budget: most tokens of a step.
         min_prefill_chunk: tokens that the oldest prompt gets in each step, unless less of it is left.
-        share_inflight_prefixes: let a request wait for another that computes the prefix both have. Of no use
-            without a prefix cache.
+        share_inflight_prefixes: let a request wait for another that computes the prefix both have, where the cache
+            shares prefixes at all.
 
     Raises:
         ConfigurationError: decoding requests could leave no room for prompts.
@@ -41,6 +44,30 @@ class SchedulingPolicy:
 
     def __post_init__(self) -> None:
         check_step_budget(self.step_token_budget, self.max_running_requests, self.min_prefill_chunk)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptChunk:
+    """Part of a prompt that a step computes.
+
+    Args:
+        request: whose prompt.
+        pages: its KV.
+        start: position of the first token.
+        token_ids: int32 [tokens], >= 1 of them.
+        last: the prompt ends here: the request samples its next token.
+    """
+
+    request: Request
+    pages: RequestPages
+    start: int
+    token_ids: npt.NDArray[np.int32]
+    last: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,9 +99,7 @@ class World:
             share_inflight_prefixes=share,
         )
         self.scheduler = Scheduler(self.cache, policy)
-        self.device = PagedTokens(
-            num_pages=pages, page_size=page_size, num_slots=slots, max_pages_per_request=pages
-        )
+        self.device = PagedTokens(num_pages=pages, page_size=page_size, num_slots=slots, max_pages_per_request=pages)
         self.depth = depth
         self.use_eos = use_eos
         self.in_flight: collections.deque[ScheduledStep] = collections.deque()

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import hypothesis.strategies as st
-from helpers.scheduling import World, make_request, reference
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from asyncllm.errors import PromptTooLongError
+from asyncllm.kv.naive_cache import GROUP_PREFIX
 from asyncllm.request import RequestState
+from helpers.scheduling import World, make_request, reference
 
 if TYPE_CHECKING:
     from asyncllm.request import Request
@@ -35,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def open(
         self,
+        *,
         page_size: int,
         pool_tokens: int,
         slots: int,
@@ -43,13 +45,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         share: bool,
     ) -> None:
+        """Begin with nothing."""
         self.world = World(
             pages=max(pool_tokens // page_size, 1),
             page_size=page_size,
             slots=slots,
             budget=slots + budget,
             prefix_cache=prefix_cache,
-            share=share and prefix_cache,
+            share=share,
             depth=depth,
             use_eos=True,
         )
@@ -61,11 +64,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
-        namespace=st.sampled_from(["", "", "other"]),
+        namespace=st.sampled_from(["", "", "other", GROUP_PREFIX]),
     )
     def submit(
-        self, stem: list[int], kept: int, tail: list[int], max_tokens: int, priority: int, namespace: str
+        self, *, stem: list[int], kept: int, tail: list[int], max_tokens: int, priority: int, namespace: str
     ) -> None:
+        """Call for a completion; a request that can never start is refused."""
         request = make_request(
             len(self.world.requests), stem[:kept] + tail, max_tokens, priority=priority, namespace=namespace
         )
@@ -82,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.in_flight) < self.world.depth)
     @rule()
     def launch(self) -> None:
+        """Launch a step."""
         scheduler = self.world.scheduler
         waiting = scheduler.waiting
         step = self.world.launch()
@@ -95,29 +100,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.in_flight)
     @rule()
     def commit(self) -> None:
+        """Run and commit the oldest step."""
         self.world.commit()
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
+        """Leave a stream at any moment."""
         self.world.end(data.draw(st.sampled_from(self._live())))
 
     @precondition(lambda self: self._in(RequestState.DECODING))
     @rule(data=st.data())
     def pause(self, data: st.DataObject) -> None:
+        """Stop reading."""
         self.world.pause(data.draw(st.sampled_from(self._in(RequestState.DECODING))))
 
     @precondition(lambda self: self._in(RequestState.PAUSED))
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
+        """Read on."""
         self.world.resume(data.draw(st.sampled_from(self._in(RequestState.PAUSED))))
 
     @precondition(lambda self: not self.world.in_flight)
     @rule()
     def reset_prefix_cache(self) -> None:
+        """Throw away what nobody leases."""
         self.world.cache.reset_prefix_cache()
 
     def teardown(self) -> None:
+        """Let everybody go on: all that was not cancelled ends with the tokens it gets when alone."""
         if not hasattr(self, "world"):
             return
         for request in self._in(RequestState.PAUSED):

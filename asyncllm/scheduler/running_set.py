@@ -1,0 +1,163 @@
+"""The requests that hold a slot: where each is, what it holds, and what it may still need.
+
+Runs on the engine thread; owns their states from start to end, the decoding ones' columns, and their counts.
+Invariant: what a request holds returns in one place, `_release`, once no launched step names it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import IntegrityError
+from asyncllm.request import Request, RequestState
+from asyncllm.scheduler.batch_builder import DecodingRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.kv.cache_manager import CacheManager, RequestPages
+    from asyncllm.scheduler.admission import ReserveAdmission
+    from asyncllm.scheduler.step import PromptChunk
+
+__all__ = ["RunningSet"]
+
+
+class RunningSet:
+    """Move started requests along: prefilling, decoding, paused, ending.
+
+    Args:
+        cache: where their pages are.
+        admission: what was promised to them.
+        max_requests: most requests that run at once.
+
+    Attributes:
+        rows: the decoding requests.
+        prefilling: those whose prompts are not wholly in launched steps, oldest first.
+        paused: how many have a reader that stopped.
+        reserved_tokens: positions that they may still need.
+    """
+
+    def __init__(self, cache: CacheManager, admission: ReserveAdmission, *, max_requests: int) -> None:
+        self.rows = DecodingRows(max_rows=max_requests, page_size=cache.page_size)
+        self.prefilling: list[Request] = []
+        self.paused = 0
+        self.reserved_tokens = 0
+        self._cache = cache
+        self._admission = admission
+        self._pages: dict[Request, RequestPages] = {}
+        self._ending: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._pages
+
+    def pages(self, request: Request) -> RequestPages:
+        """Return a running request's KV."""
+        return self._pages[request]
+
+    def begin(self, request: Request, pages: RequestPages) -> None:
+        """Take in a request that was admitted."""
+        request.move(RequestState.PREFILLING)
+        request.pages = pages
+        request.computed = pages.cached_tokens
+        request.committed = pages.leased_tokens  # the copied page is there when the first step has run
+        self._pages[request] = pages
+        self.prefilling.append(request)
+        self.reserved_tokens += request.worst_case_tokens - request.computed
+
+    def launch(self, step: int, chunks: Sequence[PromptChunk]) -> None:
+        """Move the decoding requests and those of `chunks` to where they are when step number `step` has run."""
+        self.reserved_tokens -= len(self.rows)
+        self.rows.advance(step)
+        for chunk in chunks:
+            request = chunk.request
+            request.computed = chunk.end
+            request.last_step = step
+            self.reserved_tokens -= len(chunk.token_ids)
+            if chunk.last:
+                request.sampled += 1
+                request.move(RequestState.DECODING)
+                self.prefilling.remove(request)
+                if request.sampled < request.max_tokens:
+                    self.rows.add(request, chunk.pages)
+
+    def pause(self, request: Request) -> None:
+        """Leave a decoding request out of steps; it keeps its pages and what is promised to it."""
+        request.move(RequestState.PAUSED)
+        self.paused += 1
+        self.rows.mark_stale()
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request decode on."""
+        self.rows.compact()  # drops the row that it may still have
+        request.move(RequestState.DECODING)
+        self.paused -= 1
+        if request.sampled < request.max_tokens:
+            self.rows.add(request, self._pages[request])
+
+    def stop(self, request: Request, *, committed_steps: int) -> None:
+        """Leave a request out of all later steps; release it if all steps that name it are committed."""
+        self._give_up(request)
+        if request.last_step < committed_steps:
+            self._release(request)
+            return
+        if request.state is RequestState.PAUSED:
+            request.move(RequestState.DECODING)  # the way from a pause to an end that is not at once
+        request.move(RequestState.ENDING)
+        self._ending.append(request)
+
+    def finish_ending(self, *, committed_steps: int) -> list[Request]:
+        """Release the ending requests that no launched step names any more, and return them."""
+        if not self._ending:
+            return []
+        finished = [request for request in self._ending if request.last_step < committed_steps]
+        self._ending = [request for request in self._ending if request.last_step >= committed_steps]
+        for request in finished:
+            self._release(request)
+        return finished
+
+    def check(self) -> None:
+        """Compare the counts with what they count.
+
+        Raises:
+            IntegrityError: with what differs.
+        """
+        self._cache.check_integrity(self._pages.values())
+        going_on = {r: pages for r, pages in self._pages.items() if r.state is not RequestState.ENDING}
+        states = [request.state for request in self._pages]
+        promised = sum(self._admission.promise(request, pages) for request, pages in going_on.items())
+        for name, counted, found in (
+            ("promised pages", self._admission.promised_pages, promised),
+            ("reserved tokens", self.reserved_tokens, sum(r.worst_case_tokens - r.computed for r in going_on)),
+            ("paused requests", self.paused, states.count(RequestState.PAUSED)),
+            ("prefilling requests", len(self.prefilling), states.count(RequestState.PREFILLING)),
+            ("ending requests", len(self._ending), states.count(RequestState.ENDING)),
+            ("decoding requests", sum(map(_decodes, self.rows.requests)), sum(map(_decodes, self._pages))),
+        ):
+            if counted != found:
+                raise IntegrityError(f"{name}: {counted} by count, {found} when looked through")
+        if promised > self._cache.available_pages:
+            raise IntegrityError(f"{promised} pages are promised, {self._cache.available_pages} are available")
+
+    def _give_up(self, request: Request) -> None:
+        """Take a request out of steps and of what is promised."""
+        if request.state is RequestState.PREFILLING:
+            self.prefilling.remove(request)
+        elif request.state is RequestState.PAUSED:
+            self.paused -= 1
+        self.rows.mark_stale()
+        self._admission.give_up(request, self._pages[request])
+        self.reserved_tokens -= request.worst_case_tokens - request.computed
+
+    def _release(self, request: Request) -> None:
+        """Return everything that a request holds: the one door."""
+        pages = self._pages.pop(request)
+        self._cache.release(pages, request.tokens()[: request.committed], request.namespace)
+        request.pages = None
+        request.move(RequestState.FINISHED)
+
+
+def _decodes(request: Request) -> bool:
+    return request.state is RequestState.DECODING and request.sampled < request.max_tokens
