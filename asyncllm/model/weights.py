@@ -15,11 +15,11 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.model.config_values import read_json, short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     import torch
 
-__all__ = ["SafetensorsWeights", "WeightSource"]
+__all__ = ["SafetensorsWeights", "WeightSource", "weight_files"]
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -110,11 +110,11 @@ class SafetensorsWeights:
         self._where.clear()
 
     def _open_shards(self, folder: Path) -> None:
-        index = read_json(folder / _INDEX)
-        shard_of = index.get("weight_map")
-        if not isinstance(shard_of, dict):
-            raise ModelLoadError(f"{folder / _INDEX} has no weight_map")
-        self._open(folder, sorted(_shards(folder, shard_of)))
+        shard_of = _read_index(folder)
+        shards = sorted(set(shard_of.values()))
+        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+            raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, which {_INDEX} names")
+        self._open(folder, shards)
         for name, shard in shard_of.items():
             if self._where.get(name) != shard:
                 raise ModelLoadError(f"{name} is not in {shard}, where {_INDEX} puts it")
@@ -131,16 +131,24 @@ class SafetensorsWeights:
                     raise ModelLoadError(f"{key} is in both {other} and {name}")
 
 
-def _shards(folder: Path, shard_of: Mapping[str, object]) -> set[str]:
-    """Return the files that an index names: plain file names, all there."""
-    shards: set[str] = set()
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files that a folder's weights are in, whether they are there or not.
+
+    Raises:
+        ModelLoadError: the folder's index is broken or names a file outside the folder.
+    """
+    return sorted(set(_read_index(folder).values())) if (folder / _INDEX).is_file() else [_SINGLE]
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor that an index names; all are plain names of .safetensors files."""
+    shard_of = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise ModelLoadError(f"{folder / _INDEX} has no weight_map")
     for shard in shard_of.values():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or Path(shard).name != shard:
             raise ModelLoadError(f"{_INDEX} names {short(shard)}, which is no .safetensors file of its folder")
-        shards.add(shard)
-    if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
-        raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, which {_INDEX} names")
-    return shards
+    return shard_of
 
 
 def _no_weights(folder: Path) -> str:
