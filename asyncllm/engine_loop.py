@@ -289,8 +289,7 @@ class EngineLoop:
             return False
         self._work()
         self._flights.append(_Flight(scheduled, self._runner.launch(scheduled.batch)))
-        if scheduled.record.kind != "decode":
-            self._live.note_admitted(scheduled.rows)
+        self._live.note_admitted(chunk.request for chunk in scheduled.chunks)
         return True
 
     async def _wait_for_oldest(self, tasks: TaskGroup) -> None:
@@ -319,10 +318,7 @@ class EngineLoop:
         self._scheduler.commit(scheduled, verdicts)
         self._steps += 1
         self._generated_tokens += sum(verdict is not None for verdict in verdicts)
-        if scheduled.record.kind != "decode":
-            lengths = scheduled.batch.query_lens
-            decoding = scheduled.batch.token_ids[scheduled.batch.query_lens.cumsum() - lengths] < 0
-            self._prompt_tokens += int(lengths[~decoding].sum())
+        self._prompt_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
         self._last_step_at = time.monotonic()
         if self._config.debug_checks:
             self._scheduler.check_integrity()
