@@ -12,17 +12,14 @@ is larger than its own. The N largest are all that must be kept, and no waiting 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncllm.request import Request
 
-__all__ = ["PASSES_UNTIL_FIRST", "WaitingOrder"]
-
-PASSES_UNTIL_FIRST: Final = 64
-"""How often a request lets later ones start ahead of it before it goes first."""
+__all__ = ["WaitingOrder"]
 
 # Ranks, first to last: began before and was parked; passed over often enough; all others.
 _RESUMED, _PASSED_OVER, _FRESH = range(3)
@@ -30,9 +27,14 @@ _Key = tuple[int, int, int]  # rank, -priority, sequence
 
 
 class WaitingOrder:
-    """Requests by rank, then priority, then sequence number; every change costs O(log waiting), amortized."""
+    """Requests by rank, then priority, then sequence number; every change costs O(log waiting), amortized.
 
-    def __init__(self) -> None:
+    Args:
+        passes_until_first: how often a request lets later ones start ahead of it before it goes first.
+    """
+
+    def __init__(self, *, passes_until_first: int = 64) -> None:
+        self._passes_until_first = passes_until_first
         self._requests: dict[int, Request] = {}  # by sequence number
         self._keys: dict[int, _Key] = {}  # by sequence number; a heap entry that differs from it is stale
         self._order: list[_Key] = []  # heap
@@ -71,7 +73,7 @@ class WaitingOrder:
 
     def note_start(self, request: Request) -> None:
         """Count that a request starts for the first time, ahead of all that wait with a smaller number."""
-        if len(self._started) < PASSES_UNTIL_FIRST:
+        if len(self._started) < self._passes_until_first:
             heapq.heappush(self._started, request.sequence)
         else:
             heapq.heappushpop(self._started, request.sequence)
@@ -89,7 +91,7 @@ class WaitingOrder:
 
     def _first_not_passed(self) -> int:
         """Every smaller sequence number was passed over often enough."""
-        return self._started[0] if len(self._started) == PASSES_UNTIL_FIRST else 0
+        return self._started[0] if len(self._started) == self._passes_until_first else 0
 
     def _put(self, request: Request, rank: int) -> None:
         key = (rank, -request.priority, request.sequence)
