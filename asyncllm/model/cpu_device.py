@@ -9,23 +9,31 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from asyncllm.scheduler.batch import StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncllm.scheduler.batch import StepResult
+__all__ = ["CPUDevice", "CPUStep", "Sampled"]
 
-__all__ = ["CPUDevice", "CPUStep"]
+
+class Sampled(Protocol):
+    """What a step samples: integers [2, samples], token ids and whether all logits were finite; a tensor."""
+
+    def tolist(self) -> list[list[int]]:
+        """Return the token ids, then the flags."""
 
 
 class CPUStep:
     """A `LaunchedStep` of a `CPUDevice`."""
 
-    __slots__ = ("_future", "_run")
+    __slots__ = ("_future", "_index", "_step")
 
-    def __init__(self, run: Callable[[], StepResult]) -> None:
-        self._run: Callable[[], StepResult] | None = run
+    def __init__(self, index: int, step: Callable[[], Sampled]) -> None:
+        self._index = index
+        self._step: Callable[[], Sampled] | None = step
         self._future: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
 
     def done(self) -> bool:
@@ -47,14 +55,15 @@ class CPUStep:
 
     def execute(self) -> None:
         """Run the step; called once, by the device's thread."""
-        run, self._run = self._run, None  # a step that is done holds none of what it read
-        if run is None:
+        step, self._step = self._step, None  # a step that is done holds none of what it read
+        if step is None:
             raise RuntimeError("a step runs once")
         try:
-            result = run()
+            tokens, finite = step().tolist()
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever reads the result
             self._future.set_exception(error)
         else:
+            result = StepResult(index=self._index, token_ids=tuple(tokens), finite=tuple(flag != 0 for flag in finite))
             self._future.set_result(result)
 
 
@@ -62,7 +71,7 @@ class CPUDevice:
     """Run steps one after the other on a daemon thread.
 
     Args:
-        prepare: called on the thread before the first step; what it raises, every step raises.
+        prepare: called on the thread before the first step.
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -71,17 +80,17 @@ class CPUDevice:
         self._thread = threading.Thread(target=self._work, args=(prepare,), name="asyncllm cpu device", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], StepResult]) -> CPUStep:
-        """Queue a step and return without waiting for it.
+    def submit(self, index: int, step: Callable[[], Sampled]) -> CPUStep:
+        """Queue the step with this number and return without waiting for it.
 
         Raises:
             RuntimeError: the device is closed.
         """
         if self._closed:
             raise RuntimeError("the device is closed")
-        step = CPUStep(run)
-        self._steps.put(step)
-        return step
+        launched = CPUStep(index, step)
+        self._steps.put(launched)
+        return launched
 
     def close(self) -> None:
         """Run what is queued, then end the thread. Idempotent."""
