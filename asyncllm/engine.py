@@ -1,21 +1,17 @@
 """The engine as callers hold it: open, close, stream, generate, chat.
 
-Runs on callers' threads, on any event loop or none; owns one opening of the engine at a time and puts its parts
-together. Touches the engine thread only through the front desk and the inbox. Invariant: nothing happens at
-construction, and the engine thread holds no reference to this object, so that a dropped engine closes itself.
+Runs on callers' threads, on any event loop or none; owns its settings and its life. Touches the engine thread only
+through the front desk and the inbox. Invariant: nothing happens at construction; what is wrong with a call is raised
+by the call. Over 300 lines since every public method documents its arguments here, where users look them up.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import os
-import threading
 import time
-import warnings
-import weakref
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, TypeVar, Unpack, overload
 
 import anyio
 import anyio.to_thread
@@ -24,9 +20,10 @@ from asyncllm.batch_run import BatchRun, with_fields
 from asyncllm.config import EngineConfig
 from asyncllm.engine_loop import EngineLoop
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.front_desk import FrontDesk, engine_closed
-from asyncllm.inbox import Call, Cancel, Close, Inbox, Resume, Submit
-from asyncllm.intake import ChatTurn, Intake, RequestOptions, SamplingFields
+from asyncllm.front_desk import engine_closed
+from asyncllm.inbox import Call, Cancel, Resume, Submit
+from asyncllm.intake import ChatTurn, RequestOptions, SamplingFields
+from asyncllm.lifecycle import Lifecycle
 from asyncllm.mailbox import Mailbox
 from asyncllm.outputs import EngineState, EngineStats
 from asyncllm.progress import progress_bar
@@ -56,18 +53,6 @@ _TEXT_PER_TURN = 16_384
 """Characters tokenized on the caller's loop before a worker thread takes over, in calls with many prompts."""
 
 
-class _Opening:
-    """One opening of an engine: its thread and the doors to it."""
-
-    def __init__(self, config: EngineConfig, backend: Backend) -> None:
-        self.desk = FrontDesk(max_waiting=config.max_waiting_requests)
-        self.inbox = Inbox()
-        self.loop = EngineLoop(config, backend, self.desk, self.inbox)
-        self.thread = threading.Thread(target=self.loop.run, name="asyncllm-engine", daemon=True)
-        self.intake: Intake | None = None
-        self.model: OpenBackend | None = None
-
-
 class Engine:
     """A single-process LLM engine: one engine thread, any number of callers on any event loop.
 
@@ -82,14 +67,8 @@ class Engine:
 
     def __init__(self, model: str | os.PathLike[str], *, backend: Backend | None = None, **fields: object) -> None:
         self._given = EngineConfig(model=model, **fields)  # type: ignore[arg-type]  # EngineConfig checks them
-        self._backend = backend
         self._doors = Doors()
-        self._lock = threading.Lock()  # of starting and closing; never held while waiting
-        self._opening: _Opening | None = None
-        self._resting_state = EngineState.NEW  # while there is no opening
-        self._process_id = os.getpid()
-        self._finalizer: weakref.finalize[..., Engine] | None = None
-        self._at_exit: Callable[[], None] | None = None
+        self._life = Lifecycle(f"<Engine {os.fspath(model)!r}>", self._given, backend, self._doors)
 
     def __repr__(self) -> str:
         return f"<Engine {os.fspath(self._given.model)!r} {self.state.value}>"
@@ -99,100 +78,33 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
-        opening = self._opening
-        return self._resting_state if opening is None else opening.desk.state
+        return self._life.state
 
     async def start(self) -> None:
         """Load the model and start the engine thread; a second call waits for the first.
+
+        A cancelled start stops at the next file or graph and gives all memory back.
 
         Raises:
             ModelLoadError, ConfigurationError: the model cannot be opened as asked.
             EngineClosedError: the engine was closed meanwhile.
         """
-        opening, is_mine = self._begin()
-        try:
-            model = await opening.loop.opened.get(self._doors)
-        except BaseException:
-            if is_mine:  # cancelled, or failed: nothing may be left of it
-                opening.inbox.post(Close())
-                with anyio.CancelScope(shield=True):
-                    await opening.loop.closed.get(self._doors)
-                self._end_close(opening)
-            raise
-        self._note_open(opening, model)
+        await self._life.start()
 
     def start_blocking(self) -> None:
         """Same as `start`, for code without an event loop: blocks this thread."""
-        opening, is_mine = self._begin()
-        try:
-            model = opening.loop.opened.get_blocking()
-        except BaseException:
-            if is_mine:
-                opening.inbox.post(Close())
-                opening.loop.closed.get_blocking()
-                self._end_close(opening)
-            raise
-        self._note_open(opening, model)
-
-    def _begin(self) -> tuple[_Opening, bool]:
-        self._check_process()
-        with self._lock:
-            opening = self._opening
-            if opening is not None:
-                if opening.desk.state is not EngineState.STARTING:
-                    opening.desk.check_open()
-                return opening, False
-            opening = self._opening = _Opening(self._given, self._backend or _torch_backend())
-            self._finalizer = weakref.finalize(self, _close_dropped, opening, repr(self), os.getpid())
-            self._finalizer.atexit = False
-            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
-            atexit.register(self._at_exit)
-            opening.thread.start()
-            return opening, True
-
-    def _note_open(self, opening: _Opening, model: OpenBackend) -> None:
-        with self._lock:
-            if opening.model is None and opening.desk.state is EngineState.RUNNING:
-                opening.intake = Intake(model, seed=self._given.seed)
-                opening.model = model
+        self._life.start_blocking()
 
     async def aclose(self) -> None:
         """End all streams, stop after the step in flight, give all memory back. Idempotent, shielded."""
-        opening = self._begin_close()
-        if opening is not None:
-            with anyio.CancelScope(shield=True):
-                await opening.loop.closed.get(self._doors)
-            self._end_close(opening)
+        await self._life.aclose()
 
     def close(self) -> None:
         """Same as `aclose`, from any thread, with or without a loop; blocks for at most a step and a margin.
 
         On the engine thread itself (in a step listener) it only asks, since it cannot wait for itself.
         """
-        opening = self._begin_close()
-        if opening is not None and threading.current_thread() is not opening.thread:
-            opening.loop.closed.get_blocking()
-            self._end_close(opening)
-
-    def _begin_close(self) -> _Opening | None:
-        opening = self._opening
-        if opening is not None and not self.is_foreign:
-            opening.inbox.post(Close())
-            return opening
-        return None
-
-    def _end_close(self, opening: _Opening) -> None:
-        """Drop what was opened, so that its memory can go. The thread has nothing left to do but to end."""
-        opening.thread.join()
-        with self._lock:
-            if self._opening is not opening:
-                return
-            self._opening = None
-            self._resting_state = EngineState.CLOSED
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            if self._at_exit is not None:
-                atexit.unregister(self._at_exit)
+        self._life.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -298,7 +210,7 @@ class Engine:
         return self._stream(turn, with_fields(params or SamplingParams(), fields), options)
 
     def _stream(self, prompt: Prompt | ChatTurn, params: SamplingParams, options: RequestOptions) -> TokenStream:
-        opening, intake = self._open_intake()
+        opening, intake = self._life.open_intake()
         mailbox: Mailbox[Token | Ended] = Mailbox()
         submission = intake.submission(
             prompt,
@@ -341,7 +253,7 @@ class Engine:
         options = RequestOptions(
             request_id=request_id, timeout=timeout, priority=priority, cache_namespace=cache_namespace
         )
-        opening, intake = self._open_intake()
+        opening, intake = self._life.open_intake()
         mailbox: Mailbox[tuple[int, Ended]] = Mailbox()
         submission = intake.submission(
             prompt,
@@ -362,6 +274,34 @@ class Engine:
             raise ended.error or EngineError(f"{submission.request_id!r} ended without a completion")
         return ended.completion
 
+    @overload
+    async def generate_all(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: Literal[False] = False,
+        timeout: float | None = None,
+        priority: int = 0,
+        cache_namespace: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate_all(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: bool,
+        timeout: float | None = None,
+        priority: int = 0,
+        cache_namespace: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion | Exception]: ...
+
     async def generate_all(
         self,
         prompts: Iterable[Prompt],
@@ -373,7 +313,7 @@ class Engine:
         priority: int = 0,
         cache_namespace: str = "",
         **fields: Unpack[SamplingFields],
-    ) -> list[Completion | Exception]:
+    ) -> list[Completion] | list[Completion | Exception]:
         """Return the completions of many prompts, in order.
 
         Args:
@@ -434,13 +374,12 @@ class Engine:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InvalidRequestError(f"n must be an integer >= 1, not {n!r}")
         base = with_fields(params or SamplingParams(), fields)
-        _, intake = self._open_intake()
+        _, intake = self._life.open_intake()
         seed = intake.draw_seed() if base.seed is None else base.seed
         each = [dataclasses.replace(base, seed=(seed + i) % 2**63) for i in range(n)]
-        samples = await self.generate_all(
+        return await self.generate_all(
             [prompt] * n, each, timeout=timeout, priority=priority, cache_namespace=cache_namespace
         )
-        return [sample for sample in samples if not isinstance(sample, Exception)]
 
     async def _outcomes(self, run: BatchRun) -> AsyncIterator[tuple[int, Completion | Exception]]:
         try:
@@ -465,7 +404,7 @@ class Engine:
         options: RequestOptions,
     ) -> BatchRun:
         """Make the state of a call with many prompts; what `LLM` shares with `generate_all`."""
-        opening, intake = self._open_intake()
+        opening, intake = self._life.open_intake()
         window = 2 * self._given.max_running_requests
         if self._given.max_waiting_requests is not None:
             window = max(1, min(window, self._given.max_waiting_requests))
@@ -475,41 +414,22 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request; its stream yields what was delivered. Returns whether it was live and not ended."""
-        opening = self._opening
-        self._check_process()
+        self._life.check_process()
+        opening = self._life.opening
         submission = None if opening is None else opening.desk.find(request_id)
         if opening is None or submission is None or not opening.desk.leave(submission, "aborted"):
             return False
         opening.inbox.post(Cancel((submission,)))
         return True
 
-    def _open_intake(self) -> tuple[_Opening, Intake]:
-        self._check_process()
-        opening = self._opening
-        if opening is None:
-            raise engine_closed(self._resting_state)
-        opening.desk.check_open()
-        if opening.intake is None:
-            raise engine_closed(EngineState.STARTING)
-        return opening, opening.intake
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a forked child's copy, whose thread stayed in the parent."""
-        return os.getpid() != self._process_id
-
-    def _check_process(self) -> None:
-        if self.is_foreign:
-            raise EngineError("this engine belongs to the parent process: open one here, after the fork")
-
     # -- looking and tending ---------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """The engine as it was after its last step; never waits."""
-        self._check_process()
-        opening = self._opening
+        self._life.check_process()
+        opening = self._life.opening
         if opening is None:
-            return EngineStats(state=self._resting_state)
+            return EngineStats(state=self.state)
         snapshot, state = opening.desk.stats, opening.desk.state
         if snapshot.last_step_age_seconds is None and snapshot.state is state:
             return snapshot
@@ -519,7 +439,7 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         """The settings; while the engine is open, with what was chosen at its start filled in."""
-        opening = self._opening
+        opening = self._life.opening
         if opening is None or opening.model is None:
             return self._given
         return dataclasses.replace(self._given, **opening.model.resolved)  # type: ignore[arg-type]  # names of fields
@@ -535,7 +455,7 @@ class Engine:
         return self._open_model().tokenizer
 
     def _open_model(self) -> OpenBackend:
-        opening, _ = self._open_intake()
+        opening, _ = self._life.open_intake()
         if opening.model is None:
             raise engine_closed(EngineState.STARTING)
         return opening.model
@@ -548,7 +468,7 @@ class Engine:
         Returns:
             A function that removes it.
         """
-        loop = self._open_intake()[0].loop
+        loop = self._life.open_intake()[0].loop
         loop.add_listener(listener)
         return functools.partial(loop.remove_listener, listener)
 
@@ -573,7 +493,7 @@ class Engine:
         return await self._call(EngineLoop.reset_prefix_cache).get(self._doors)
 
     def _call(self, function: Callable[[EngineLoop], T]) -> Reply[T]:
-        opening, _ = self._open_intake()
+        opening, _ = self._life.open_intake()
         reply: Reply[T] = Reply()
         if not opening.inbox.post(Call(functools.partial(function, opening.loop), reply)):
             reply.fail(opening.desk.closing_error())
@@ -588,7 +508,7 @@ class Engine:
         await self._begin_drain().get(self._doors)
 
     def _begin_drain(self) -> Reply[None]:
-        opening, _ = self._open_intake()
+        opening, _ = self._life.open_intake()
         opening.desk.move(EngineState.DRAINING)
         opening.inbox.post(Call(lambda: None, Reply()))  # a turn of the loop, in which it sees the state
         return opening.loop.drained
@@ -602,25 +522,3 @@ class Engine:
     async def warmup_async(self) -> None:
         """Same as `warmup`, without blocking the loop."""
         await self.stream([0], _WARMUP).result()
-
-
-def _torch_backend() -> Backend:
-    """Imported at the first start: `import asyncllm` must not import torch."""
-    from asyncllm.model.open import TorchBackend  # noqa: PLC0415  # see above
-
-    return TorchBackend()
-
-
-def _close_dropped(opening: _Opening, name: str, process_id: int) -> None:
-    """Finalizer of an engine that nobody closed."""
-    if os.getpid() == process_id:
-        opening.inbox.post(Close())
-        warnings.warn(f"{name} was dropped without close(); use `async with` or `with`", ResourceWarning, stacklevel=2)
-
-
-def _close_at_exit(reference: weakref.ref[Engine]) -> None:
-    """Stop the engine thread before the interpreter goes: a daemon thread inside torch would abort it."""
-    engine = reference()
-    if engine is not None and not engine.is_foreign and engine.state is not EngineState.CLOSED:
-        warnings.warn(f"{engine!r} was open at exit; use `async with` or `with`", ResourceWarning, stacklevel=2)
-        engine.close()
