@@ -28,7 +28,9 @@ async def main(model: str) -> None:
 
     async with engine:
         engine.add_step_listener(show)
-        prompts = [[10 * number + position for position in range(tokens)] for number, tokens in enumerate(PROMPT_TOKENS)]
+        prompts = [
+            [10 * number + position for position in range(tokens)] for number, tokens in enumerate(PROMPT_TOKENS)
+        ]
         await engine.generate_all(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
         await engine.check_integrity_async()
         stats = engine.stats()

@@ -23,7 +23,7 @@ async def main(count: int) -> None:
         for thing, completion in zip(things, completions, strict=True):
             print(f"{thing}:{completion.text}")
         stats = engine.stats()
-    print(f"{stats.generated_tokens} tokens in {stats.steps} steps, {stats.prefix_hit_tokens} prompt tokens from the cache")
+    print(f"{stats.generated_tokens} tokens in {stats.steps} steps, {stats.prefix_hit_tokens} prompt tokens cached")
 
 
 asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 16))
