@@ -1,0 +1,232 @@
+"""An engine's life: opening, closing, dropping, the interpreter's exit, forks.
+
+Runs on callers' threads, on any event loop or none; owns one opening at a time. Invariant: whoever leaves, in
+whichever way, the engine thread is asked to stop, and it holds no reference to what owns this object, so that a
+dropped engine is noticed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import anyio
+
+from asyncllm.engine_loop import EngineLoop
+from asyncllm.errors import EngineError
+from asyncllm.front_desk import FrontDesk, engine_closed
+from asyncllm.inbox import Close, Inbox
+from asyncllm.intake import Intake
+from asyncllm.outputs import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asyncllm.backend import Backend, OpenBackend
+    from asyncllm.config import EngineConfig
+    from asyncllm.wakeups import Doors
+
+__all__ = ["Lifecycle", "Opening"]
+
+
+class Opening:
+    """One opening of an engine: its thread and the doors to it.
+
+    Attributes:
+        intake, model: set once the model is open.
+    """
+
+    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+        self.desk = FrontDesk(max_waiting=config.max_waiting_requests)
+        self.inbox = Inbox()
+        self.loop = EngineLoop(config, backend, self.desk, self.inbox)
+        self.thread = threading.Thread(target=self.loop.run, name="asyncllm-engine", daemon=True)
+        self.intake: Intake | None = None
+        self.model: OpenBackend | None = None
+
+
+class Lifecycle:
+    """Opens and closes one engine, any number of times.
+
+    Args:
+        name: of the engine, for warnings.
+        config: its settings.
+        backend: what runs the model; None: torch.
+        doors: the callers' loops.
+    """
+
+    def __init__(self, name: str, config: EngineConfig, backend: Backend | None, doors: Doors) -> None:
+        self._name = name
+        self._config = config
+        self._backend = backend
+        self._doors = doors
+        self._lock = threading.Lock()  # of beginning and ending; never held while waiting
+        self._opening: Opening | None = None
+        self._resting_state = EngineState.NEW  # while there is no opening
+        self._process_id = os.getpid()
+        self._finalizer: weakref.finalize[..., Lifecycle] | None = None
+        self._at_exit: Callable[[], None] | None = None
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        opening = self._opening
+        return self._resting_state if opening is None else opening.desk.state
+
+    @property
+    def opening(self) -> Opening | None:
+        """What is open, opening, closing or failed; None before the first start and after a close."""
+        return self._opening
+
+    def open_intake(self) -> tuple[Opening, Intake]:
+        """Return what takes requests.
+
+        Raises:
+            EngineError: there is none: not open, failed, or this process is a fork of the engine's.
+        """
+        self.check_process()
+        opening = self._opening
+        if opening is None:
+            raise engine_closed(self._resting_state)
+        opening.desk.check_open()
+        if opening.intake is None:
+            raise engine_closed(EngineState.STARTING)
+        return opening, opening.intake
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child's copy, whose thread stayed in the parent."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Raise EngineError in a forked child."""
+        if self.is_foreign:
+            raise EngineError("this engine belongs to the parent process: open one here, after the fork")
+
+    async def start(self) -> None:
+        """Load the model and start the engine thread; a second call waits for the first.
+
+        Raises:
+            ModelLoadError, ConfigurationError: the model cannot be opened as asked.
+            EngineClosedError: the engine was closed meanwhile.
+        """
+        opening, is_mine = self._begin()
+        try:
+            model = await opening.loop.opened.get(self._doors)
+        except BaseException:
+            if is_mine:  # cancelled, or failed: nothing may be left of it
+                opening.inbox.post(Close())
+                with anyio.CancelScope(shield=True):
+                    await opening.loop.closed.get(self._doors)
+                self._end_close(opening)
+            raise
+        self._note_open(opening, model)
+
+    def start_blocking(self) -> None:
+        """Same as `start`, for code without an event loop: blocks this thread."""
+        opening, is_mine = self._begin()
+        try:
+            model = opening.loop.opened.get_blocking()
+        except BaseException:
+            if is_mine:
+                opening.inbox.post(Close())
+                opening.loop.closed.get_blocking()
+                self._end_close(opening)
+            raise
+        self._note_open(opening, model)
+
+    def _begin(self) -> tuple[Opening, bool]:
+        self.check_process()
+        with self._lock:
+            opening = self._opening
+            if opening is not None and opening.desk.state is not EngineState.CLOSED:
+                if opening.desk.state is not EngineState.STARTING:
+                    opening.desk.check_open()
+                return opening, False
+            opening = self._opening = Opening(self._config, self._backend or _torch_backend())
+            self._forget_watchers()  # of an opening that closed itself
+            self._finalizer = weakref.finalize(self, _close_dropped, opening, self._name, self._process_id)
+            self._finalizer.atexit = False
+            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+            atexit.register(self._at_exit)
+            opening.thread.start()
+            return opening, True
+
+    def _note_open(self, opening: Opening, model: OpenBackend) -> None:
+        with self._lock:
+            if opening.model is None and opening.desk.state is EngineState.RUNNING:
+                opening.intake = Intake(model, seed=self._config.seed)
+                opening.model = model
+
+    async def aclose(self) -> None:
+        """End all streams, stop after the step in flight, give all memory back. Idempotent, shielded."""
+        opening = self._begin_close()
+        if opening is not None:
+            with anyio.CancelScope(shield=True):
+                await opening.loop.closed.get(self._doors)
+            self._end_close(opening)
+
+    def close(self) -> None:
+        """Same as `aclose`, from any thread, with or without a loop; blocks for at most a step and a margin.
+
+        On the engine thread itself (in a step listener) it only asks, since it cannot wait for itself.
+        """
+        opening = self._begin_close()
+        if opening is not None and threading.current_thread() is not opening.thread:
+            opening.loop.closed.get_blocking()
+            self._end_close(opening)
+
+    def _begin_close(self) -> Opening | None:
+        opening = self._opening
+        if opening is not None and not self.is_foreign:
+            opening.inbox.post(Close())
+            return opening
+        return None
+
+    def _end_close(self, opening: Opening) -> None:
+        """Drop what was opened, so that its memory can go. The thread has nothing left to do but to end."""
+        opening.thread.join()
+        with self._lock:
+            if self._opening is not opening:
+                return
+            self._opening = None
+            self._resting_state = EngineState.CLOSED
+            self._forget_watchers()
+
+    def _forget_watchers(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+
+    def close_at_exit(self) -> None:
+        """Stop the engine thread before the interpreter goes: a daemon thread inside torch would abort it."""
+        if self.is_foreign or self._opening is None or self.state is EngineState.CLOSED:
+            return
+        warnings.warn(f"{self._name} was open at exit; use `async with` or `with`", ResourceWarning, stacklevel=2)
+        self.close()
+
+
+def _torch_backend() -> Backend:
+    """Imported at the first start: `import asyncllm` must not import torch."""
+    from asyncllm.model.open import TorchBackend  # noqa: PLC0415  # see above
+
+    return TorchBackend()
+
+
+def _close_dropped(opening: Opening, name: str, process_id: int) -> None:
+    """Finalizer of an engine that nobody closed."""
+    if os.getpid() == process_id and not opening.loop.closed.done:
+        opening.inbox.post(Close())
+        warnings.warn(f"{name} was dropped without close(); use `async with` or `with`", ResourceWarning, stacklevel=2)
+
+
+def _close_at_exit(reference: weakref.ref[Lifecycle]) -> None:
+    lifecycle = reference()
+    if lifecycle is not None:
+        lifecycle.close_at_exit()
