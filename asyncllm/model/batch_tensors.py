@@ -79,15 +79,18 @@ class StepInputs:
     page_copies: torch.Tensor
 
 
-_DTYPES: Final[dict[str, npt.DTypeLike]] = {
-    field.name: np.float32
-    if field.name in ("temperatures", "top_ps", "min_ps", "uniforms")
-    else np.int32
-    if field.name in ("query_starts", "kv_lens")
-    else np.int64
-    for field in dataclasses.fields(StepInputs)
-}
-_TORCH_DTYPES: Final = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
+_FLOATS: Final = ("temperatures", "top_ps", "min_ps", "uniforms")
+_INT32S: Final = ("query_starts", "kv_lens")
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(StepInputs))
+
+
+def _dtypes(name: str) -> tuple[np.dtype[np.generic], torch.dtype]:
+    if name in _FLOATS:
+        return np.dtype(np.float32), torch.float32
+    return (np.dtype(np.int32), torch.int32) if name in _INT32S else (np.dtype(np.int64), torch.int64)
+
+
+_DTYPES: Final = {name: _dtypes(name) for name in _FIELDS}
 
 
 class _Buffer:
@@ -132,7 +135,7 @@ class StagedBatch:
         whole = self.buffer.tensor[: self.used].to(device, non_blocking=True)
         tensors: dict[str, torch.Tensor] = {}
         for name, (start, shape) in self.places.items():
-            dtype = _TORCH_DTYPES[_DTYPES[name]]
+            dtype = _DTYPES[name][1]
             size = dtype.itemsize * int(np.prod(shape))
             tensors[name] = whole[start : start + size].view(dtype).view(shape)
         return StepInputs(**tensors)
@@ -242,7 +245,7 @@ def _write(
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
     start = 0
     for name, value in values.items():
-        dtype = np.dtype(_DTYPES[name])
+        dtype = _DTYPES[name][0]
         end = start + value.size * dtype.itemsize
         if end > len(array):
             raise RuntimeError(f"a step of {end} bytes or more does not fit the staging buffers of {len(array)}")

@@ -48,7 +48,14 @@ class KVTensors:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def store(self, layer: int, cells: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [tokens, num_kv_heads, head_dim] to cells, int64 [tokens] = page * page_size + offset."""
+        """Write a layer's keys and values.
+
+        Args:
+            layer: the layer's number.
+            cells: int64 [tokens], page * page_size + offset of each.
+            keys: [tokens, num_kv_heads, head_dim].
+            values: likewise.
+        """
         self.keys[layer].flatten(0, 1).index_copy_(0, cells, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, cells, values)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 __all__ = ["GatedLinear", "Linear", "PackedGatedLinear", "PackedLinear", "PlainGatedLinear", "PlainLinear", "can_pack"]
 
+_ONEDNN: Final = torch.ops.mkldnn  # what `torch.compile` uses on a CPU; private, so `can_pack` tries it first
 _ROWS_HINT: Final = 32  # the row count that weights are laid out for; best of 1, 16 and 32 over all row counts
 
 
@@ -91,7 +92,7 @@ class PackedLinear:
     __slots__ = ("_bias", "_one_row_differs", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self._weight: torch.Tensor = _ONEDNN._reorder_linear_weight(weight, _ROWS_HINT)  # noqa: SLF001
         self._bias = bias
         self._one_row_differs = weight.dtype == torch.float32
 
@@ -100,7 +101,7 @@ class PackedLinear:
         return self._run(x, "none")
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(self(x)), [rows, out]."""
+        """Return the silu of self(x), [rows, out]."""
         return self._run(x, "swish")
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -114,13 +115,13 @@ class PackedLinear:
     def _run(self, x: torch.Tensor, then: str) -> torch.Tensor:
         if self._one_row_differs and x.shape[0] == 1:
             return self._run(x.expand(2, -1), then)[:1]
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
+        y: torch.Tensor = _ONEDNN._linear_pointwise(x, self._weight, self._bias, then, [], "")  # noqa: SLF001
         return y
 
     def _combine(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
         if self._one_row_differs and x.shape[0] == 1:
             return self._combine(x.expand(2, -1), other.expand(2, -1), how)[:1]
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, how)
+        y: torch.Tensor = _ONEDNN._linear_pointwise.binary(x, other, self._weight, self._bias, how)  # noqa: SLF001
         return y
 
 

@@ -90,9 +90,7 @@ class CPUAttention:
         """Attend row by row; see `AttentionBackend`."""
         return torch.cat([self._attend_row(queries[row.first : row.last], keys, values, row) for row in plan.rows])
 
-    def _attend_row(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: _Row
-    ) -> torch.Tensor:
+    def _attend_row(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: _Row) -> torch.Tensor:
         """[queries, num_heads, head_dim] -> the same shape."""
         if row.pages is None:
             start, end = row.page * keys.shape[1], row.page * keys.shape[1] + row.kv_len
@@ -116,7 +114,7 @@ class CPUAttention:
 
 
 def _attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """q [queries, num_heads, head_dim]; k, v [num_kv_heads, kv_len, head_dim] -> [queries, num_heads, head_dim]."""
+    """Attend with q [queries, num_heads, head_dim] to k, v [num_kv_heads, kv_len, head_dim]; return q's shape."""
     queries, heads, head_dim = q.shape
     if queries == 1:  # the query heads of a key head as its rows: no key is repeated
         q = q.view(1, k.shape[0], heads // k.shape[0], head_dim)
@@ -136,7 +134,7 @@ def _attend_in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         last = min(first + _QUERY_BLOCK, queries)
         seen = kv_len - queries + last  # the keys that the block's last query sees
         rows = q[:, first:last].flatten(1, 2)  # [kv_heads, queries * group, head_dim]
-        scores = torch.matmul(rows, k[:, :seen].transpose(1, 2)).unflatten(1, (last - first, -1))
+        scores = torch.matmul(rows, k[:, :seen].transpose(1, 2)).view(kv_heads, last - first, -1, seen)
         if mask is not None:
             scores += mask[first:last, :seen].unsqueeze(1)  # [kv_heads, queries, group, seen]
         weights = scores.softmax(dim=-1).flatten(1, 2)
@@ -144,7 +142,7 @@ def _attend_in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
         for start in range(_KEY_BLOCK, seen, _KEY_BLOCK):
             end = min(start + _KEY_BLOCK, seen)
             out += torch.matmul(weights[..., start:end], v[:, start:end])
-        blocks.append(out.unflatten(1, (last - first, -1)))  # [kv_heads, queries, group, head_dim]
+        blocks.append(out.view(kv_heads, last - first, -1, head_dim))  # [kv_heads, queries, group, head_dim]
     return torch.cat(blocks, dim=1).transpose(0, 1).reshape(queries, heads, head_dim)
 
 
