@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.text.clean_up import CleanUpStream
+from asyncllm.text.control_tokens import ControlTokens, Marks
 from asyncllm.text.decoding import DecodeStream, Decoding
+from asyncllm.text.encoding import encode_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from asyncllm.text.chat_template import ChatTemplate
 
 __all__ = ["Tokenizer"]
-
-_LONG_TEXT: Final = 2048  # characters
 
 
 class Tokenizer:
@@ -55,6 +55,7 @@ class Tokenizer:
         self._decoding = Decoding(raw)
         self._clean_up_spaces = clean_up_spaces
         self._chat_template = chat_template
+        self._control_tokens = ControlTokens(raw)
         self.eos_token_ids: Final = frozenset(eos_token_ids)
         self.bos_token_id: Final = bos_token_id
         self.vocab_size: Final = raw.get_vocab_size(with_added_tokens=True)
@@ -66,15 +67,13 @@ class Tokenizer:
             text: any text.
             add_special_tokens: add what the model wants around a prompt, such as a beginning-of-text id.
 
+        Raises:
+            InvalidRequestError: the text holds half a surrogate pair.
+
         Warns:
             UserWarning: the text begins with the beginning-of-text token that is added as well.
         """
-        # One text alone is encoded with the GIL held; a batch of one is not.
-        if len(text) < _LONG_TEXT:
-            ids = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
-        else:
-            (encoding,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids = encoding.ids
+        ids = encode_text(self._raw, text, add_special_tokens=add_special_tokens)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             warnings.warn(
@@ -110,9 +109,15 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise InvalidRequestError("this model has no chat template: give a prompt instead of messages")
-        return self._chat_template.render(
-            messages, tools=tools, continue_final_message=continue_final_message, options=template_options or {}
+        marks = Marks(self._control_tokens)
+        text = self._chat_template.render(
+            messages,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            options=template_options or {},
+            protect=marks.protect,
         )
+        return marks.encode(text) if marks.used else self.encode(text, add_special_tokens=False)
 
     def decode_stream(self, *, skip_special_tokens: bool) -> DecodeStream:
         """Return what follows a completion token by token, for a `Detokenizer`."""
