@@ -35,6 +35,9 @@ class Scheduler:
         cache: pages, slots and prefixes; used by this scheduler alone.
         policy: bounds of a step.
 
+    Raises:
+        ValueError: the cache has more or fewer slots than requests may run.
+
     Attributes:
         blocked: whether the next request could not start in the last `schedule` for lack of a slot or of pages.
         prefix_hit_tokens: prompt tokens that the prefix cache answered, since the start.
@@ -42,6 +45,8 @@ class Scheduler:
     """
 
     def __init__(self, cache: CacheManager, policy: SchedulingPolicy) -> None:
+        if cache.free_slots != policy.max_running_requests:
+            raise ValueError(f"{policy.max_running_requests} requests may run, the cache has {cache.free_slots} slots")
         self.blocked = False
         self.prefix_hit_tokens = 0
         self.preemptions = 0
@@ -200,7 +205,7 @@ class Scheduler:
     def _start_next(self, step: int) -> Request | None:
         """Start the next waiting request, if one can start."""
         while (request := self._order.head()) is not None:
-            if self.running == self._policy.max_running_requests or self._admission.would_refuse(request):
+            if self._admission.would_refuse(request):
                 break
             match = self._cache.match(request.tokens(), request.namespace)
             if self._waits_for_prefix(request, match, step):

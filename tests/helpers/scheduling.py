@@ -1,8 +1,8 @@
 """A scheduler with a device that runs each step as late as it may, on host memory.
 
 The device keeps token ids in pages and reads every row back through the page table, so that a page that is freed
-too early, shared wrongly, not copied or not written raises. A step runs just before its commit: after the next one
-was scheduled, and after everything that was freed until then was poisoned.
+too early, shared wrongly, not copied or not written raises. A step runs just before its commit, after the next one
+was scheduled. What is free after a commit is poisoned in the device's order: after the steps launched until then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from asyncllm.testing.paged_tokens import PagedTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from asyncllm.outputs import StepRecord
 
@@ -103,11 +105,20 @@ class World:
         self.depth = depth
         self.use_eos = use_eos
         self.in_flight: collections.deque[ScheduledStep] = collections.deque()
+        self._device_work: collections.deque[ScheduledStep | npt.NDArray[np.int64]] = collections.deque()
         self.records: list[StepRecord] = []
         self.requests: list[Request] = []
         self.ended: set[Request] = set()  # by whatever cause: no later launch may name them
         self.cancelled: set[Request] = set()
         self.paused: set[Request] = set()
+
+    def running(self) -> list[Request]:
+        """The requests that hold a slot, in the order of their calls."""
+        return [request for request in self.requests if request.pages is not None]
+
+    def waiting(self) -> list[Request]:
+        """The requests that wait, in the order of their calls."""
+        return [request for request in self.requests if request.state is RequestState.WAITING]
 
     def submit(self, *requests: Request) -> None:
         """Submit requests as one message."""
@@ -145,6 +156,7 @@ class World:
         assert not self.paused.intersection(step.rows), "a launch names a paused request"
         assert len(step.batch.token_ids) <= self.scheduler._policy.step_token_budget
         self.in_flight.append(step)
+        self._device_work.append(step)
         self.records.append(step.record)
         return step
 
@@ -163,7 +175,10 @@ class World:
         finished = self.scheduler.commit(step, verdicts)
         assert all(request.state is RequestState.FINISHED for request in finished)
         self._check()
-        self._poison_free()
+        for later in self.in_flight:
+            assert all(r.pages is not None for r in later.rows), "a launched step names a request that was released"
+        pool = self.cache._pool
+        self._device_work.append(pool._stack[: pool.free_pages].astype(np.int64))
         return finished
 
     def turn(self) -> bool:
@@ -192,6 +207,9 @@ class World:
         self._check()
 
     def _run(self, step: ScheduledStep) -> list[int]:
+        while (work := self._device_work.popleft()) is not step:
+            assert not isinstance(work, ScheduledStep)
+            self.device.poison_pages(work)
         batch = step.batch
         rows = self.device.step(batch)
         tokens = [next_token(rows.sequence(row).tolist()) for row in batch.sample_rows.tolist()]
@@ -202,7 +220,3 @@ class World:
 
     def _check(self) -> None:
         self.scheduler.check_integrity()
-
-    def _poison_free(self) -> None:
-        pool = self.cache._pool
-        self.device.poison_pages(pool._stack[: pool.free_pages].astype(np.int64))
