@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING
+import random
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from hypothesis import settings
@@ -20,11 +21,11 @@ from asyncllm.kv.cache_manager import CacheManager, Lease, RequestPages
 from helpers.tokens import ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from asyncllm.kv.page_pool import Pages
     from asyncllm.kv.radix_cache import Node
-    from asyncllm.kv.request_pages import StepWrites
+    from asyncllm.kv.request_pages import PrefixMatch, StepWrites
 
 Cell = tuple[str, tuple[int, ...]]
 """What a position's KV is a function of."""
@@ -53,7 +54,7 @@ class Run:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """A launched step: what is written before it, the pages freed since the last, and its rows."""
+    """A launched step: the pages freed since the last one, what is written before it, and its rows."""
 
     freed: list[int]
     writes: StepWrites
@@ -74,8 +75,7 @@ class Device:
         self.cells = {place: cell for place, cell in self.cells.items() if place[0] not in freed}
         for slot, column, page in step.writes.table_writes.T.tolist():
             self.table[slot][column] = page
-        copies = step.writes.page_copies.T.tolist()
-        for source, target in copies:
+        for source, target in step.writes.page_copies.T.tolist():
             for offset in range(self.page_size):
                 self.cells.pop((target, offset), None)
                 if (source, offset) in self.cells:
@@ -95,118 +95,138 @@ class Device:
             assert self.cells.get(place) == (namespace, tokens[: position + 1]), (position, place)
 
 
-class ManagerAgainstDevice(RuleBasedStateMachine):
-    """Random requests in a small pool, two steps in flight, every page accounted for after every rule."""
+class RecordingManager(CacheManager):
+    """A manager that tells which pages were freed."""
 
-    prefix_cache = "radix"
-    cache: CacheManager
+    def freed_pages(self) -> list[int]:
+        """Start to record; the list grows."""
+        freed: list[int] = []
+        free = self._pool.free
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 4, 16]),
-        num_pages=st.integers(1, 12),
-        num_slots=st.integers(1, 4),
-    )
-    def open(self, page_size: int, num_pages: int, num_slots: int) -> None:
-        """Make a manager and a device."""
+        def recording(pages: Pages) -> None:
+            free(pages)
+            freed.extend(pages.tolist())
+
+        self._pool.free = recording  # type: ignore[method-assign]
+        return freed
+
+
+class Simulation:
+    """Random requests in a small pool, up to two steps in flight.
+
+    Args:
+        rng: chooses everything.
+        page_size, num_pages, num_slots, prefix_cache: the manager's.
+        namespaces: the first is the most frequent.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        prefix_cache: Literal["radix", "none"],
+        namespaces: tuple[str, ...],
+    ) -> None:
+        self.rng = rng
         self.size = page_size
-        self.cache = CacheManager(
+        self.namespaces = namespaces
+        self.cache = RecordingManager(
             num_pages=num_pages,
             page_size=page_size,
             num_slots=num_slots,
             max_pages_per_request=num_pages,
-            prefix_cache="none" if self.prefix_cache == "none" else "radix",
+            prefix_cache=prefix_cache,
         )
+        self.freed = self.cache.freed_pages()
         self.device = Device(page_size, num_slots, num_pages)
-        self.freed: list[int] = []
-        self.record(self.cache._pool, "free", lambda pages: self.freed.extend(pages.tolist()))
         self.running: list[Run] = []
         self.steps: collections.deque[Step] = collections.deque()
         self.leases: list[Lease] = []
         self.seen: list[tuple[int, ...]] = [()]
-
-    def record(self, owner: object, name: str, note: Callable[[Pages], None]) -> None:
-        """Have `note` called with the argument of a method of one pages argument, before the method."""
-        method = getattr(owner, name)
-
-        def noting(pages: Pages) -> None:
-            note(pages)
-            method(pages)
-
-        setattr(owner, name, noting)
 
     @property
     def promised_pages(self) -> int:
         """Pages that admitted requests may still need."""
         return sum(run.promised_pages for run in self.running)
 
-    def draw_tokens(self, data: st.DataObject) -> tuple[int, ...]:
-        """Draw a request's tokens: often those of another one, up to somewhere."""
-        known = data.draw(st.sampled_from(self.seen))
-        # Cut close to page boundaries half of the time.
-        cut = data.draw(st.integers(0, len(known)))
-        if data.draw(st.booleans()):
-            cut = min(len(known), cut // self.size * self.size + data.draw(st.integers(0, 1)))
-        runs = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(1, self.size + 1)), max_size=3))
-        tokens = known[:cut] + tuple(token for token, times in runs for _ in range(times))
+    def random_tokens(self) -> tuple[int, ...]:
+        """Choose a request's tokens: often those of another one, up to somewhere."""
+        rng = self.rng
+        known = rng.choice(self.seen[-4:])
+        cut = rng.choice([len(known), rng.randint(0, len(known))])
+        if rng.randrange(2):  # at a page boundary, or one token behind
+            cut = min(len(known), cut // self.size * self.size + rng.randrange(2))
+        tokens = known[:cut]
+        for _ in range(rng.randrange(4)):
+            tokens += (rng.randrange(2),) * rng.randint(1, 2 * self.size)
         return (tokens or (0,))[: self.cache.num_pages * self.size]
 
-    @precondition(lambda self: self.cache.free_slots)
-    @rule(data=st.data(), namespace=st.sampled_from(["", "", "\0other"]))
-    def admit(self, data: st.DataObject, namespace: str) -> None:
+    def admit(self) -> None:
         """Admit a request by the rules of reservation; it may go without the copied page."""
-        tokens = self.draw_tokens(data)
-        prompt_tokens = data.draw(st.integers(1, len(tokens)))
-        prompt = ids(tokens[:prompt_tokens])
-        match = self.cache.match(prompt, namespace)
+        tokens = self.random_tokens()
+        prompt_tokens = self.rng.choice([len(tokens), self.rng.randint(1, len(tokens))])
+        namespace = self.rng.choice([self.namespaces[0], *self.namespaces])
+        match = self.cache.match(ids(tokens[:prompt_tokens]), namespace)
         assert match.whole_pages * self.size <= match.tokens < prompt_tokens
         for attempt in (match, match.without_copy(self.size)):
-            need = self.cache.pages_needed(attempt, len(tokens))
-            if need + self.promised_pages > self.cache.available_pages:
+            pages = self.try_to_attach(attempt, len(tokens))
+            if pages is None:
                 continue
-            lease = self.cache.lock(attempt)
-            assert lease.whole_pages == match.whole_pages
-            if need + self.promised_pages > self.cache.available_pages:
-                self.cache.unlock(lease)
-                continue
-            pages = self.cache.attach(lease)
             assert pages.cached_tokens == attempt.tokens
             assert pages.leased_tokens == match.whole_pages * self.size
-            source_page = None if attempt.source is None else int(attempt.source.pages[0])
-            worst = need + lease.whole_pages
-            run = Run(pages, namespace, tokens, prompt_tokens, attempt.tokens, attempt.tokens, worst, source_page)
-            self.running.append(run)
+            self.running.append(
+                Run(
+                    pages=pages,
+                    namespace=namespace,
+                    tokens=tokens,
+                    prompt_tokens=prompt_tokens,
+                    launched=attempt.tokens,
+                    committed=attempt.tokens,
+                    worst_case_pages=-(-len(tokens) // self.size),
+                    source_page=None if attempt.source is None else int(attempt.source.pages[0]),
+                )
+            )
             self.seen.append(tokens)
             return
-        assert self.running or self.leases, "a request that fits the pool is refused though nothing else holds pages"
+        assert self.running or self.leases, "a request that fits the pool must wait, though nothing else holds a page"
 
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        """Lock a prefix and keep the lease for a while, if no promise needs its pages."""
-        match = self.cache.match(ids(self.draw_tokens(data)), "")
+    def try_to_attach(self, match: PrefixMatch, positions: int) -> RequestPages | None:
+        """Attach if the worst case fits beside what is promised, before and after locking."""
+        need = self.cache.pages_needed(match, positions)
+        if need + self.promised_pages > self.cache.available_pages:
+            return None
         lease = self.cache.lock(match)
+        assert lease.whole_pages == match.whole_pages
+        if need + self.promised_pages > self.cache.available_pages:
+            self.cache.unlock(lease)
+            return None
+        return self.cache.attach(lease)
+
+    def hold(self) -> None:
+        """Lock a prefix and keep the lease for a while, if no promise needs its pages."""
+        lease = self.cache.lock(self.cache.match(ids(self.random_tokens()), self.namespaces[0]))
         if self.promised_pages > self.cache.available_pages:
             self.cache.unlock(lease)
         else:
             self.leases.append(lease)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def give_up(self, data: st.DataObject) -> None:
+    def give_up(self) -> None:
         """Unlock a lease, once."""
-        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        lease = self.leases.pop(self.rng.randrange(len(self.leases)))
         self.cache.unlock(lease)
         with pytest.raises(RuntimeError):
             self.cache.unlock(lease)
 
-    @precondition(lambda self: len(self.steps) < 2 and self.running)
-    @rule(data=st.data())
-    def launch(self, data: st.DataObject) -> None:
-        """Launch a step of some requests, a chunk of prompt or one token each; it may have no row of some."""
+    def launch(self) -> None:
+        """Launch a step of some requests, a chunk of prompt or one token each; some may have no row in it."""
         rows = []
         for run in self.running:
             left = run.prompt_tokens - run.launched
             most = left if left > 0 else min(1, len(run.tokens) - run.launched)
-            count = data.draw(st.integers(0, most))
+            count = self.rng.choice([most, self.rng.randint(0, most)])
             if count and not run.ending:
                 rows.append((run, run.launched, run.launched + count))
         self.cache.grow([(run.pages, end) for run, _, end in rows])
@@ -215,26 +235,24 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
             run.named += 1
         step = Step(self.freed.copy(), self.cache.take_step_writes(), rows)
         self.freed.clear()
-        targets = step.writes.page_copies[1].tolist()
+        sources, targets = step.writes.page_copies.tolist()
         assert len(set(targets)) == len(targets)
-        assert not set(targets) & set(step.writes.page_copies[0].tolist())
+        assert not set(targets) & set(sources)
         self.steps.append(step)
 
-    @precondition(lambda self: self.steps)
-    @rule(data=st.data(), lazily=st.booleans())
-    def commit(self, data: st.DataObject, lazily: bool) -> None:
+    def commit(self) -> None:
         """Run the oldest step on the device, then commit it: store prompts, release what ended."""
         step = self.steps.popleft()
         self.device.run(step)
-        if not lazily:
-            self.commit_rows(data, step)
+        if self.rng.randrange(2):
+            self.commit_rows(step)
             return
         with self.cache.releasing():
             free = self.cache.free_pages
-            self.commit_rows(data, step)
+            self.commit_rows(step)
             assert self.cache.free_pages == free
 
-    def commit_rows(self, data: st.DataObject, step: Step) -> None:
+    def commit_rows(self, step: Step) -> None:
         """Commit a step's rows."""
         for run, start, end in step.rows:
             run.named -= 1
@@ -242,18 +260,16 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
             run.source_page = None
             if not run.ending:
                 run.committed = end
-                if start < run.prompt_tokens or data.draw(st.booleans()):
+                if start < run.prompt_tokens or self.rng.randrange(2):
                     self.cache.store(run.pages, ids(run.tokens[:end]), run.namespace)
                 run.ending = end == len(run.tokens)
             self.release_ended(run, known=run.committed)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    def end(self) -> None:
         """Cancel a request, or fail it: then nothing is known of what it wrote."""
-        run = data.draw(st.sampled_from(self.running))
+        run = self.rng.choice(self.running)
         run.ending = True
-        self.release_ended(run, known=data.draw(st.sampled_from([0, run.committed])))
+        self.release_ended(run, known=self.rng.choice([0, run.committed]))
 
     def release_ended(self, run: Run, known: int) -> None:
         """Release a request that ended, when no launched step names it."""
@@ -263,7 +279,6 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.cache.release(run.pages, ids([]), run.namespace)
 
-    @rule()
     def reset(self) -> None:
         """Empty the prefix cache of all that is not leased."""
         evictable, free = self.cache.evictable_pages, self.cache.free_pages
@@ -271,11 +286,20 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
         assert self.cache.evictable_pages == 0
         assert self.cache.free_pages == free + evictable
 
-    @invariant()
-    def everything_is_accounted_for(self) -> None:
-        """Walk everything; compare the counts; what is promised is there."""
-        if not hasattr(self, "cache"):
-            return
+    def disturb(self) -> None:
+        """Do something that happens beside the steps."""
+        what = self.rng.choice(["hold", "end", "give up", "reset"])
+        if what == "hold":
+            self.hold()
+        elif what == "end" and self.running:
+            self.end()
+        elif what == "give up" and self.leases:
+            self.give_up()
+        elif what == "reset":
+            self.reset()
+
+    def check(self) -> None:
+        """Walk everything; compare the counts; what is promised is there; the device holds what is cached."""
         cache = self.cache
         cache.check_integrity([run.pages for run in self.running])
         assert cache.free_pages + cache.owned_pages + cache.cached_pages == cache.num_pages
@@ -283,21 +307,11 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
         assert self.promised_pages <= cache.available_pages
         assert cache.free_slots == len(self.device.table) - len(self.running)
         assert all(run.pages.num_pages <= run.worst_case_pages for run in self.running)
-
-    @invariant()
-    def a_copys_source_stays_leased_until_its_step_is_committed(self) -> None:
-        """Whether the copy is queued, launched, or run but not committed."""
-        if hasattr(self, "cache"):
-            leased = {page for node, _ in self.nodes() if node.lock_count for page in node.pages.tolist()}
-            assert leased >= {run.source_page for run in self.running} - {None}
-
-    @invariant()
-    def cached_pages_hold_what_the_tree_says(self) -> None:
-        """On the device, at any moment: what is cached was written by committed steps and is not written again."""
-        if hasattr(self, "cache"):
-            for node, prefix in self.nodes():
-                row = [-1] * (len(prefix) // self.size) + node.pages.tolist()
-                self.device.check(row, node.namespace, prefix + tuple(node.tokens.tolist()), first=len(prefix))
+        leased = {page for node, _ in self.nodes() if node.lock_count for page in node.pages.tolist()}
+        assert leased >= {run.source_page for run in self.running} - {None}, "until its copy's step is committed"
+        for node, prefix in self.nodes():
+            row = [-1] * (len(prefix) // self.size) + node.pages.tolist()
+            self.device.check(row, node.namespace, prefix + tuple(node.tokens.tolist()), first=len(prefix))
 
     def nodes(self) -> Iterator[tuple[Node, tuple[int, ...]]]:
         """Go over the prefix cache's nodes with the tokens before each."""
@@ -307,10 +321,8 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
             yield node, prefix
             stack += [(child, (*prefix, *node.tokens.tolist())) for child in node.children.values()]
 
-    def teardown(self) -> None:
-        """End everything: then every page is free or cached and unlocked, and a reset frees all."""
-        if not hasattr(self, "cache"):
-            return
+    def finish(self) -> None:
+        """Read every live row, end everything: then all is free or cached and unlocked, and a reset frees all."""
         self.steps.append(Step(self.freed, self.cache.take_step_writes(), []))
         for step in self.steps:
             self.device.run(step)
@@ -322,25 +334,112 @@ class ManagerAgainstDevice(RuleBasedStateMachine):
             self.cache.unlock(lease)
         self.cache.check_integrity([])
         assert self.cache.leased_pages == self.cache.owned_pages == 0
-        if self.prefix_cache == "none":
-            assert self.cache.cached_pages == 0
         self.cache.reset_prefix_cache()
         assert self.cache.free_pages == self.cache.num_pages
+
+
+class ManagerAgainstDevice(RuleBasedStateMachine):
+    """Short random runs, which shrink to the shortest one that fails."""
+
+    prefix_cache: Literal["radix", "none"] = "radix"
+    namespaces: tuple[str, ...] = ("", "other")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.simulation: Simulation | None = None
+
+    @initialize(
+        rng=st.randoms(use_true_random=False),
+        page_size=st.sampled_from([2, 4, 1, 16]),
+        num_pages=st.one_of(st.integers(5, 14), st.integers(1, 14)),
+        num_slots=st.sampled_from([3, 4, 2, 1]),
+    )
+    def open(self, rng: random.Random, page_size: int, num_pages: int, num_slots: int) -> None:
+        """Make a manager and a device."""
+        self.simulation = Simulation(
+            rng,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            prefix_cache=self.prefix_cache,
+            namespaces=self.namespaces,
+        )
+
+    @precondition(lambda self: self.simulation.cache.free_slots)
+    @rule(count=st.integers(1, 3))
+    def admit(self, count: int) -> None:
+        """Admit up to three requests between two steps."""
+        assert self.simulation is not None
+        for _ in range(min(count, self.simulation.cache.free_slots)):
+            self.simulation.admit()
+
+    @precondition(lambda self: self.simulation.running)
+    @rule(lag=st.integers(0, 1))
+    def step(self, lag: int) -> None:
+        """Launch a step and commit all but the last `lag` of those launched."""
+        assert self.simulation is not None
+        self.simulation.launch()
+        while len(self.simulation.steps) > lag:
+            self.simulation.commit()
+
+    @rule()
+    def disturb(self) -> None:
+        """End a request, hold or give up a lease, or reset the cache."""
+        assert self.simulation is not None
+        self.simulation.disturb()
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        """Check after every rule."""
+        if self.simulation is not None:
+            self.simulation.check()
+
+    def teardown(self) -> None:
+        """End everything."""
+        if self.simulation is not None:
+            self.simulation.finish()
 
 
 class NaiveManagerAgainstDevice(ManagerAgainstDevice):
     """The same without a prefix cache; requests of the namespace that begins with NUL are a group of samples."""
 
     prefix_cache = "none"
+    namespaces = "\0group", ""
 
     @invariant()
     def nothing_is_kept(self) -> None:
         """Only what live requests lease is cached."""
-        if hasattr(self, "cache"):
-            assert self.cache.evictable_pages == 0
+        assert self.simulation is None or self.simulation.cache.evictable_pages == 0
 
 
 TestManagerAgainstDevice = ManagerAgainstDevice.TestCase
-TestManagerAgainstDevice.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+TestManagerAgainstDevice.settings = settings(deadline=None, max_examples=120, stateful_step_count=30)
 TestNaiveManagerAgainstDevice = NaiveManagerAgainstDevice.TestCase
-TestNaiveManagerAgainstDevice.settings = settings(deadline=None, max_examples=40, stateful_step_count=40)
+TestNaiveManagerAgainstDevice.settings = settings(deadline=None, max_examples=30, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+def test_long_random_runs(page_size: int, seed: int) -> None:
+    """Long runs reach what short ones seldom do: full pools, deep trees, old leases."""
+    rng = random.Random(seed)
+    simulation = Simulation(
+        rng,
+        page_size=page_size,
+        num_pages=rng.choice([rng.randint(1, 4), rng.randint(5, 24)]),
+        num_slots=rng.randint(1, 5),
+        prefix_cache="none" if seed % 4 == 3 else "radix",
+        namespaces=("\0group", "") if seed % 4 == 3 else ("", "other"),
+    )
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            if simulation.cache.free_slots:
+                simulation.admit()
+        simulation.launch()
+        while len(simulation.steps) > rng.randrange(2):
+            simulation.commit()
+            simulation.check()
+        if not rng.randrange(4):
+            simulation.disturb()
+        simulation.check()
+    simulation.finish()
