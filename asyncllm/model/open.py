@@ -1,0 +1,152 @@
+"""Opens a model: finds its files, chooses what the settings leave open, loads it, puts it together with its tokenizer.
+
+Runs on the engine thread, once a start; owns nothing once it has returned. Invariant: when it raises, by itself or
+because `progress` did, no thread, file or memory of it stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from asyncllm.backend import OpenBackend
+from asyncllm.errors import ConfigurationError
+from asyncllm.model.attention.cpu import CPUAttention
+from asyncllm.model.checkpoint import Checkpoint
+from asyncllm.model.cpu_device import CPUDevice
+from asyncllm.model.cpu_threads import limit_torch_threads
+from asyncllm.model.decoder import Decoder
+from asyncllm.model.hardware import choose_device, choose_dtype, free_memory_bytes, total_memory_bytes
+from asyncllm.model.runner import ModelRunner
+from asyncllm.model.sizing import Memory, choose_sizes
+from asyncllm.model.sources import find_model, find_tokenizer
+from asyncllm.text.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from asyncllm.backend import Progress
+    from asyncllm.config import EngineConfig
+    from asyncllm.model.sizing import Sizes
+    from asyncllm.text.tokenizer import Tokenizer
+
+__all__ = ["TorchBackend"]
+
+_WEIGHTS: Final = "weights"
+_TOKENIZER: Final = "tokenizer"
+_KV: Final = "KV pool"
+
+
+class TorchBackend:
+    """Opens real models; a `Backend`."""
+
+    def open(self, config: EngineConfig, progress: Progress) -> OpenBackend:
+        """Load everything; see `Backend`.
+
+        Raises:
+            ModelLoadError: the model cannot be found, read or computed.
+            ConfigurationError: the settings do not fit the model or the machine.
+        """
+        device = choose_device(config.device)
+        path = find_model(config.model, revision=config.revision, load_format=config.load_format, progress=progress)
+        seed = secrets.randbits(63) if config.seed is None else config.seed
+        with Checkpoint.open(path, load_format=config.load_format, seed=seed) as checkpoint:
+            tokenizer = _tokenizer(config, path, progress)
+            dtype = choose_dtype(config.dtype, device, checkpoint=checkpoint.config.dtype)
+            attention = _attention(config.attention_backend, device, dtype)
+            sizes = choose_sizes(
+                config,
+                checkpoint.config,
+                Memory(free=free_memory_bytes(device), total=total_memory_bytes(device)),
+                element_bytes=dtype.itemsize,
+                best_page_size=attention.default_page_size,
+                gpu=device.type == "cuda",
+            )
+            attention.check_page_size(sizes.page_size)
+            progress(_WEIGHTS, 0, checkpoint.config.num_layers)
+            decoder = Decoder(
+                checkpoint.config,
+                checkpoint.weights,
+                dtype=dtype,
+                device=device,
+                max_model_tokens=sizes.max_model_tokens,
+                on_layer=functools.partial(progress, _WEIGHTS),
+            )
+        progress(_KV, 0, 1)
+        runner = _runner(config, decoder, attention, sizes)
+        try:
+            progress(_KV, 1, 1)
+            return OpenBackend(
+                runner=runner,
+                tokenizer=tokenizer,
+                model_config=checkpoint.config,
+                generation=checkpoint.generation.defaults,
+                eos_token_ids=checkpoint.config.eos_token_ids
+                | checkpoint.generation.eos_token_ids
+                | (tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
+                page_size=sizes.page_size,
+                num_pages=sizes.num_pages,
+                max_model_tokens=sizes.max_model_tokens,
+                step_token_budget=sizes.step_token_budget,
+                min_prefill_chunk=sizes.min_prefill_chunk,
+                resolved=_resolved(config, path, decoder, attention, sizes),
+            )
+        except BaseException:
+            runner.close()
+            raise
+
+
+def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenizer | None:
+    progress(_TOKENIZER, 0, 1)
+    tokenizer = load_tokenizer(
+        path if config.tokenizer is None else find_tokenizer(config.tokenizer, progress=progress)
+    )
+    progress(_TOKENIZER, 1, 1)
+    return tokenizer
+
+
+def _attention(name: str, device: torch.device, dtype: torch.dtype) -> CPUAttention:
+    if device.type != "cpu":
+        raise ConfigurationError(f"device={str(device)!r} is not implemented; only 'cpu' is")
+    if name not in ("auto", CPUAttention.name):
+        raise ConfigurationError(f"attention_backend={name!r} is not for the CPU; 'auto' and 'cpu' are")
+    return CPUAttention(dtype)
+
+
+def _runner(config: EngineConfig, decoder: Decoder, attention: CPUAttention, sizes: Sizes) -> ModelRunner:
+    threads = config.cpu_threads
+    device = CPUDevice() if threads is None else CPUDevice(functools.partial(limit_torch_threads, threads))
+    try:
+        return ModelRunner(
+            decoder,
+            attention,
+            device,
+            num_slots=config.max_running_requests,
+            max_step_tokens=sizes.step_token_budget,
+            page_size=sizes.page_size,
+            num_pages=sizes.num_pages,
+        )
+    except BaseException:
+        device.close()
+        raise
+
+
+def _resolved(
+    config: EngineConfig, path: Path, decoder: Decoder, attention: CPUAttention, sizes: Sizes
+) -> dict[str, object]:
+    load_format = "gguf" if path.is_file() else "safetensors"
+    return {
+        "device": str(decoder.device),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "load_format": "dummy" if config.load_format == "dummy" else load_format,
+        "cpu_threads": config.cpu_threads or torch.get_num_threads(),
+        "attention_backend": attention.name,
+        "kv_pool_tokens": sizes.pool_tokens,
+        "page_size": sizes.page_size,
+        "max_model_tokens": sizes.max_model_tokens,
+        "step_token_budget": sizes.step_token_budget,
+        "min_prefill_chunk": sizes.min_prefill_chunk,
+    }
