@@ -98,7 +98,7 @@ class ScriptedModel:
         chunk = config.min_prefill_chunk or _MIN_PREFILL_CHUNK
         budget = config.step_token_budget or max(_STEP_TOKENS, config.max_running_requests + chunk)
         check_step_budget(budget, config.max_running_requests, chunk)
-        max_tokens = config.max_model_tokens or pool_tokens
+        max_tokens = config.max_model_tokens or pool_tokens + 1  # the pool alone decides: a last token is not written
         progress("scripted model", 0, 1)
         pages = PagedTokens(
             num_pages=pool_tokens // page_size,

@@ -33,5 +33,5 @@ def make_tokenizer() -> Tokenizer:
         raw,
         eos_token_ids=(vocabulary.EOS_TOKEN_ID,),
         bos_token_id=vocabulary.BOS_TOKEN_ID,
-        chat_template=ChatTemplate(),
+        chat_template=ChatTemplate({"default": vocabulary.CHAT_TEMPLATE}, special_tokens={"bos_token": begin}),
     )

@@ -7,15 +7,10 @@ whatever it raises is an error of the one request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
-
-from transformers.utils.chat_template_utils import render_jinja_template
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, cast
 
 from asyncllm.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["ChatTemplate", "Protect"]
 
@@ -30,7 +25,6 @@ _RESERVED: Final = frozenset(
         "return_assistant_tokens_mask",
     }
 )
-_render = cast("Callable[..., tuple[list[str], object]]", render_jinja_template)  # it says that it returns a text
 # Fields whose values templates compare with words of their own.
 _KEYWORDS: Final = frozenset({"role", "type"})
 
@@ -86,7 +80,7 @@ class ChatTemplate:
         if not chat:
             raise InvalidRequestError("messages must hold at least one message")
         try:
-            (text,), _ = _render(
+            (text,), _ = _renderer()(
                 conversations=[chat],
                 tools=tool_list,
                 chat_template=self._source(with_tools=bool(tool_list)),
@@ -104,6 +98,13 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise InvalidRequestError(f"the model has no default chat template, only {', '.join(self._templates)}")
         return self._templates["default"]
+
+
+def _renderer() -> Callable[..., tuple[list[str], object]]:
+    """Import what renders, when a conversation is there: transformers takes a second, which a scripted model saves."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
+
+    return cast("Callable[..., tuple[list[str], object]]", render_jinja_template)  # it says that it returns a text
 
 
 def _items(name: str, value: object) -> Sequence[object]:

@@ -94,7 +94,7 @@ def jobs(draw: st.DrawFn) -> Job:
         max_tokens=draw(st.integers(1, 14)),
         arrives=draw(st.integers(0, 12)),
         leaves=draw(st.none() | st.integers(0, 10)),
-        pauses=draw(st.none() | st.tuples(st.integers(1, 6), st.integers(1, 6))),
+        pauses=draw(st.none() | st.tuples(st.integers(1, 6), st.integers(0, 6))),
     )
 
 
@@ -129,7 +129,7 @@ def run_workload(driver: Driver, bounds: DriverSettings, workload: Sequence[Job]
             if job.pauses is not None:
                 if turn == job.arrives + job.pauses[0] and request.state is RequestState.DECODING:
                     driver.scheduler.pause(request)
-                elif turn >= job.arrives + sum(job.pauses) and request.state is RequestState.PAUSED:
+                if turn >= job.arrives + sum(job.pauses) and request.state is RequestState.PAUSED:
                     driver.scheduler.resume(request)
         busy = driver.turn()
         turn += 1
