@@ -455,10 +455,10 @@ class Engine:
         return self._open_model().tokenizer
 
     def _open_model(self) -> OpenBackend:
-        opening, _ = self._life.open_intake()
-        if opening.model is None:
+        model = self._life.serving().model
+        if model is None:
             raise engine_closed(EngineState.STARTING)
-        return opening.model
+        return model
 
     def add_step_listener(self, listener: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Have `listener` called on the engine thread with each step's record, after its commit.
@@ -468,7 +468,7 @@ class Engine:
         Returns:
             A function that removes it.
         """
-        loop = self._life.open_intake()[0].loop
+        loop = self._life.serving().loop
         loop.add_listener(listener)
         return functools.partial(loop.remove_listener, listener)
 
@@ -493,7 +493,7 @@ class Engine:
         return await self._call(EngineLoop.reset_prefix_cache).get(self._doors)
 
     def _call(self, function: Callable[[EngineLoop], T]) -> Reply[T]:
-        opening, _ = self._life.open_intake()
+        opening = self._life.serving()
         reply: Reply[T] = Reply()
         if not opening.inbox.post(Call(functools.partial(function, opening.loop), reply)):
             reply.fail(opening.desk.closing_error())
@@ -508,7 +508,7 @@ class Engine:
         await self._begin_drain().get(self._doors)
 
     def _begin_drain(self) -> Reply[None]:
-        opening, _ = self._life.open_intake()
+        opening = self._life.serving()
         opening.desk.move(EngineState.DRAINING)
         opening.inbox.post(Call(lambda: None, Reply()))  # a turn of the loop, in which it sees the state
         return opening.loop.drained

@@ -69,10 +69,17 @@ class FrontDesk:
 
     def check_open(self) -> None:
         """Raise EngineClosedError or EngineFailedError unless the engine takes requests."""
+        self._check(EngineState.RUNNING)
+
+    def check_serving(self) -> None:
+        """Raise EngineClosedError or EngineFailedError unless the engine runs, taking requests or draining."""
+        self._check(EngineState.RUNNING, EngineState.DRAINING)
+
+    def _check(self, *allowed: EngineState) -> None:
         state = self._state
         if state is EngineState.FAILED:
             raise engine_failed(self._cause)
-        if state is not EngineState.RUNNING:
+        if state not in allowed:
             raise engine_closed(state)
 
     def new_id(self) -> str:

@@ -89,14 +89,20 @@ class Lifecycle:
         Raises:
             EngineError: there is none: not open, failed, or this process is a fork of the engine's.
         """
-        self.check_process()
-        opening = self._opening
-        if opening is None:
-            raise engine_closed(self._resting_state)
+        opening = self.serving()
         opening.desk.check_open()
         if opening.intake is None:
             raise engine_closed(EngineState.STARTING)
         return opening, opening.intake
+
+    def serving(self) -> Opening:
+        """Return what runs, be it that it only drains; raises as `open_intake`."""
+        self.check_process()
+        opening = self._opening
+        if opening is None:
+            raise engine_closed(self._resting_state)
+        opening.desk.check_serving()
+        return opening
 
     @property
     def is_foreign(self) -> bool:

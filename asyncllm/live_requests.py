@@ -244,6 +244,7 @@ class LiveRequests:
             if submission.sink.mailbox.reader_door is door:
                 error = EngineError(f"the event loop that waited for {submission.request_id!r} is closed: {cause}")
                 submission.sink.mailbox.reader_door = None
+                submission.sink.mailbox.reader_gone = True
                 self.end(submission, error=error)
 
     # -- values ----------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ class Mailbox(Generic[T]):
             `unread` again; taken back by the reader after it has popped. (In the other order both could miss
             the other's write, and the stream would stall for ever.)
         reader_door: where a reader waits now, else None.
+        reader_gone: the engine found the loop closed that the reader waited on; another may take its place.
     """
 
-    __slots__ = ("_events", "_on_room", "_waiter", "paused", "reader_door")
+    __slots__ = ("_events", "_on_room", "_waiter", "paused", "reader_door", "reader_gone")
 
     def __init__(self) -> None:
         self._events: collections.deque[T] = collections.deque()
@@ -37,6 +38,7 @@ class Mailbox(Generic[T]):
         self._on_room: Callable[[], object] | None = None
         self.paused = False
         self.reader_door: Door | None = None
+        self.reader_gone = False
 
     def on_room(self, callback: Callable[[], object]) -> None:
         """Have `callback` called by the reader once for each pause, when it has read on."""
