@@ -18,7 +18,7 @@ from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler, SchedulingPol
 from asyncllm.testing.paged_tokens import PagedTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -39,11 +39,11 @@ def next_token(sequence: Sequence[int]) -> int:
     return state % VOCABULARY
 
 
-def reference(request: Request) -> list[int]:
-    """What a request generates when it is alone, up to EOS or `max_tokens`."""
+def reference(request: Request, *, use_eos: bool = False) -> list[int]:
+    """What a request generates when it is alone."""
     sequence = request.prompt.tolist()
     generated: list[int] = []
-    while len(generated) < request.max_tokens and (not generated or generated[-1] != EOS):
+    while len(generated) < request.max_tokens and not (use_eos and generated[-1:] == [EOS]):
         generated.append(next_token(sequence + generated))
     return generated
 
@@ -182,21 +182,23 @@ class World:
         return finished
 
     def turn(self) -> bool:
-        """Launch as many steps as may be in flight, then commit the oldest; return whether there was any."""
-        while len(self.in_flight) < self.depth and self.launch() is not None:
-            pass
-        if not self.in_flight:
-            return False
-        self.commit()
-        return True
+        """Launch as many steps as may be in flight, commit the oldest; return whether there was one."""
+        return len(list(self.steps(1))) == 1
 
-    def run(self, *, most_turns: int = 10_000) -> list[StepRecord]:
-        """Run until nothing can run any more; return the records of the steps."""
-        begin = len(self.records)
-        for _ in range(most_turns):
-            if not self.turn():
-                return self.records[begin:]
-        raise AssertionError(f"not idle after {most_turns} turns")
+    def steps(self, most: int = 10_000) -> Iterator[ScheduledStep]:
+        """Go on until nothing can run any more or `most` steps were committed; yield each just before its commit."""
+        for _ in range(most):
+            while len(self.in_flight) < self.depth and self.launch() is not None:
+                pass
+            if not self.in_flight:
+                return
+            yield self.in_flight[0]
+            self.commit()
+        assert most < 10_000, "not idle after so many steps"
+
+    def run(self) -> list[StepRecord]:
+        """Go on until nothing can run any more; return the records of the steps."""
+        return [step.record for step in self.steps()]
 
     def assert_idle(self) -> None:
         """Nothing runs or waits, and every page, slot and promise is back."""

@@ -133,11 +133,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for request in self._in(RequestState.PAUSED):
             self.world.resume(request)
-        self.world.run(most_turns=2000)
+        self.world.run()
         self.world.assert_idle()
         for request in self.world.requests:
             assert request.state is RequestState.FINISHED
-            expected = reference(request)
+            expected = reference(request, use_eos=True)
             if request in self.world.cancelled:
                 assert request.generated == expected[: len(request.generated)]
             else:
