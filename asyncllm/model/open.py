@@ -19,10 +19,12 @@ from asyncllm.model.checkpoint import Checkpoint
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.cpu_threads import limit_torch_threads
 from asyncllm.model.decoder import Decoder
+from asyncllm.model.gguf_header import read_gguf_header
 from asyncllm.model.hardware import choose_device, choose_dtype, free_memory_bytes, total_memory_bytes
 from asyncllm.model.runner import ModelRunner
 from asyncllm.model.sizing import Memory, choose_sizes
 from asyncllm.model.sources import find_model, find_tokenizer
+from asyncllm.text.gguf_tokenizer import gguf_tokenizer
 from asyncllm.text.load import load_tokenizer
 
 if TYPE_CHECKING:
@@ -100,10 +102,11 @@ class TorchBackend:
 
 
 def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        path = find_tokenizer(config.tokenizer, progress=progress)
     progress(_TOKENIZER, 0, 1)
-    tokenizer = load_tokenizer(
-        path if config.tokenizer is None else find_tokenizer(config.tokenizer, progress=progress)
-    )
+    # By way of the checked header: reading it as `gguf` does takes seconds, and trusts it.
+    tokenizer = gguf_tokenizer(read_gguf_header(path).settings) if path.is_file() else load_tokenizer(path)
     progress(_TOKENIZER, 1, 1)
     return tokenizer
 
