@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# Without --no-compile most of an installation's time goes into modules that are never imported.
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 PROMPT ?= Why is the sky blue?
 
@@ -40,11 +41,11 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: pyproject.toml constraints.txt | $(PY)
-	$(PIP) install --constraint constraints.txt --editable .
+	$(PIP) install --no-compile --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(PY)
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.model: demo-model.txt | $(PY)
