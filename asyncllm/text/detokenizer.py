@@ -5,8 +5,8 @@ is what decoding the prompt and the completion together adds to decoding the pro
 be changed by a later token: incomplete characters, and what the tokenizer's decoder may still rewrite, are held back.
 
 The tokenizer says how its decoder treats a token (`text/decoding.py`), so a token costs a table look-up, not a call
-of the decoder. `tokenizers.decoders.DecodeStream` does not do: it has no end (held text is lost), holds everything
-after bytes that never complete a character, and gives out bytes that a later byte token turns into replacements.
+of the decoder. `tokenizers.decoders.DecodeStream` does not do: it has no end, so that held text is lost, and it raises
+where a later byte token turns text that it has given out into replacement characters.
 """
 
 from __future__ import annotations
