@@ -82,8 +82,8 @@ class SiblingPrefixes:
         producer = self._producers.get(self._page_key(request, match.whole_pages))
         if producer is None:
             return False
-        shared = _common_tokens(tokens[:most], producer.tokens())
-        if shared < most:
+        shared = min(_common_tokens(tokens, producer.tokens()), most)
+        if len(tokens) != len(producer.tokens()) or shared < most:
             shared -= shared % self._page_size
         steps = -(-(shared - match.tokens) // self._step_token_budget) + 2
         self._order.remove(request)
