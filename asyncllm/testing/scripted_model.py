@@ -1,7 +1,8 @@
 """The scripted model: a `Backend` without weights, for tests of what is built on an engine.
 
 `ScriptedModel` is made and told what to do by a test, on any thread; the engine thread opens it; its steps run
-on a `DeviceThread`. Invariant: everything but the choice of the next token is as with a real model: pages, page
+on a `CPUDevice`, as a real model's do: run inside `launch`, a held or slow step would stop the engine that is to be
+tested. Invariant: everything but the choice of the next token is as with a real model: pages, page
 table, overlap, and steps that end some time after their launch.
 """
 
@@ -15,10 +16,9 @@ import numpy as np
 
 from asyncllm.backend import GenerationDefaults, OpenBackend
 from asyncllm.config import check_pool_tokens, check_step_budget
+from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.model_config import ModelConfig
-from asyncllm.scheduler.batch import StepResult
 from asyncllm.testing import vocabulary
-from asyncllm.testing.device_thread import DeviceThread
 from asyncllm.testing.faults import StepFaults
 from asyncllm.testing.paged_tokens import PagedTokens
 from asyncllm.testing.script import FunctionScript, HashedTokens, HashScript, ReplyScript
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.scheduler.batch import Batch
     from asyncllm.testing.faults import HeldStep
-    from asyncllm.testing.paged_tokens import Rows
+    from asyncllm.testing.paged_tokens import Ints
     from asyncllm.testing.script import NextToken, Replies, Reply, Script
 
 __all__ = ["ScriptedModel", "ScriptedRunner"]
@@ -179,35 +179,32 @@ class ScriptedRunner:
         self._faults = faults
         self._step_seconds = step_seconds
         self._begun = 0
-        self._thread = DeviceThread()
+        self._device = CPUDevice()
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step and return without waiting for it."""
-        return self._thread.submit(lambda: self._run(batch))
+        return self._device.submit(batch.index, lambda: self._run(batch))
 
     def close(self) -> None:
         """Wait for what is launched (held steps are let go), then end the thread. Idempotent."""
         self._faults.release_all()
-        self._thread.close()
+        self._device.close()
 
-    def _run(self, batch: Batch) -> StepResult:
+    def _run(self, batch: Batch) -> Ints:
+        """Run a step: int64 [2, samples], token ids and whether they are to count as finite."""
         step, self._begun = self._begun, self._begun + 1
         self._faults.begin(step)
         if self._step_seconds:
             time.sleep(self._step_seconds)
         rows = self._pages.step(batch)
-        if not len(batch.sample_rows):
-            return StepResult(index=batch.index, token_ids=(), finite=())
         sampled = batch.sample_rows.astype(np.int64)
         slots = batch.slots[sampled].astype(np.int64)
-        tokens = self._script.next_tokens(rows, sampled, slots, batch.seeds)
-        self._pages.keep_sampled(slots, rows.lengths[sampled], np.asarray(tokens, dtype=np.int64))
-        return StepResult(index=batch.index, token_ids=tuple(tokens), finite=self._finite(rows, sampled.tolist()))
-
-    def _finite(self, rows: Rows, sampled: list[int]) -> tuple[bool, ...]:
-        if not self._faults.spoils:
-            return (True,) * len(sampled)
-        return tuple(not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled)
+        tokens = np.asarray(self._script.next_tokens(rows, sampled, slots, batch.seeds), dtype=np.int64)
+        self._pages.keep_sampled(slots, rows.lengths[sampled], tokens)
+        finite = np.ones(len(tokens), dtype=np.int64)
+        if self._faults.spoils:
+            finite[:] = [not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
+        return np.stack([tokens, finite])
 
 
 def _model_config(max_model_tokens: int) -> ModelConfig:

@@ -69,11 +69,10 @@ def test_what_needs_more_than_the_pool_is_refused_and_the_whole_pool_can_be_had(
 @each_model
 def test_a_batch_with_a_prompt_that_never_fits_says_which(kind: str, tiny_model: TinyModelFolder) -> None:
     """B44: by the blocking call too; the others have their answers, and a retry does not hang."""
-    llm = LLM("scripted", backend=ScriptedModel(), **POOL)
-    if kind == "tiny":
-        llm = LLM(tiny_model(), backend=None, **{"device": "cpu", "dtype": "float32", "cpu_threads": 1, **POOL})
+    fields = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, **POOL}
+    backend, model = (ScriptedModel(), "scripted") if kind == "scripted" else (None, tiny_model())
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    with llm:
+    with LLM(model, backend=backend, **fields) as llm:
         for _ in range(2):
             with pytest.raises(PromptTooLongError) as caught:
                 llm.generate([PROMPT, [7] * 200, PROMPT], params)

@@ -1,9 +1,9 @@
 """A device that runs every step as late as it may, so that faults of overlap show on a CPU.
 
 A GPU reads a step's host buffers, page table and pages long after the launch has returned; a CPU device has read
-them before the next step is built, which hides every page that is freed too early. Here a step begins only when
-the next one was launched, or when somebody waits for it. What the host frees is poisoned in the device's order,
-after all steps that were launched before: reading it then raises (scripted model) or changes tokens.
+them before the next step is built, which hides every page that is freed too early and every buffer that is written
+again too early. Here a step begins only when the next one was launched, or when somebody waits for it. What the
+host frees can be poisoned in the device's order, after all steps that were launched before.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncllm.testing.device_thread import ThreadStep
+from asyncllm.model.cpu_device import CPUStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncllm.backend import Backend, LaunchedStep, OpenBackend, Progress, StepRunner
     from asyncllm.config import EngineConfig
+    from asyncllm.model.cpu_device import Sampled
     from asyncllm.scheduler.batch import Batch, StepResult
 
-__all__ = ["LaggingBackend", "LaggingRunner", "LaggingStep", "LaggingThread"]
+__all__ = ["LaggingBackend", "LaggingDevice", "LaggingRunner", "LaggingStep"]
 
 
-class LaggingStep(ThreadStep):
+class LaggingStep(CPUStep):
     """A step that stands until it may begin."""
 
-    __slots__ = ("_may_begin",)
+    __slots__ = ("_before", "_may_begin")
 
-    def __init__(self, run: Callable[[], StepResult]) -> None:
-        super().__init__(run)
+    def __init__(self, index: int, step: Callable[[], Sampled], before: LaggingStep | None) -> None:
+        super().__init__(index, step)
+        self._before = before
         self._may_begin = threading.Event()
 
     def begin(self) -> None:
-        """Let it begin when the steps before it have ended."""
+        """Let it begin, after those before it."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.begin()
         self._may_begin.set()
 
     def call_when_done(self, callback: Callable[[], None]) -> bool:
-        """Begin, since somebody waits; see `ThreadStep`."""
+        """Begin, since somebody waits; see `CPUStep`."""
         self.begin()
         return super().call_when_done(callback)
 
     def wait(self) -> None:
-        """Begin, since somebody waits; see `ThreadStep`."""
+        """Begin, since somebody waits; see `CPUStep`."""
         self.begin()
         super().wait()
 
     def result(self) -> StepResult:
-        """Begin, since somebody waits; see `ThreadStep`."""
+        """Begin, since somebody waits; see `CPUStep`."""
         self.begin()
         return super().result()
 
@@ -62,23 +67,29 @@ class LaggingStep(ThreadStep):
         super().execute()
 
 
-class LaggingThread:
-    """A `DeviceThread` that lags: at most the newest launched step has not begun."""
+class LaggingDevice:
+    """A `CPUDevice` that lags.
 
-    def __init__(self) -> None:
+    Args:
+        until_waited_for: begin a step when somebody waits for it or a later one, and not before, whatever else
+            was launched.
+    """
+
+    def __init__(self, *, until_waited_for: bool = False) -> None:
+        self._until_waited_for = until_waited_for
         self._work_items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._newest: LaggingStep | None = None
         self._thread = threading.Thread(target=self._work, name="asyncllm lagging device", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], StepResult]) -> LaggingStep:
-        """Queue a step; the one before it may begin now."""
-        step = LaggingStep(run)
-        previous, self._newest = self._newest, step
-        self._work_items.put(step.execute)
-        if previous is not None:
-            previous.begin()
-        return step
+    def submit(self, index: int, step: Callable[[], Sampled]) -> LaggingStep:
+        """Queue a step; the ones before it may begin now."""
+        before = self._newest
+        if before is not None and not self._until_waited_for:
+            before.begin()
+        self._newest = LaggingStep(index, step, before)
+        self._work_items.put(self._newest.execute)
+        return self._newest
 
     def do_in_order(self, work: Callable[[], None]) -> None:
         """Queue work that is no step, such as poisoning, behind the steps launched so far."""
@@ -96,6 +107,16 @@ class LaggingThread:
             work()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A step's result, as a device takes it."""
+
+    result: StepResult
+
+    def tolist(self) -> list[list[int]]:
+        return [list(self.result.token_ids), [int(finite) for finite in self.result.finite]]
+
+
 class LaggingRunner:
     """A `StepRunner` that launches the steps of another one late, and waits for each before the next.
 
@@ -105,19 +126,19 @@ class LaggingRunner:
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
-        self.device = LaggingThread()
+        self.device = LaggingDevice()
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """See `StepRunner`. Fails the step if anybody changed the batch meanwhile."""
         as_launched = copy.deepcopy(batch)
 
-        def run() -> StepResult:
+        def run() -> _Sampled:
             for field in dataclasses.fields(batch):
                 now, then = getattr(batch, field.name), getattr(as_launched, field.name)
                 assert np.array_equal(now, then), f"step {batch.index}: {field.name} was changed after the launch"
-            return self._inner.launch(batch).result()
+            return _Sampled(self._inner.launch(batch).result())
 
-        return self.device.submit(run)
+        return self.device.submit(batch.index, run)
 
     def close(self) -> None:
         """See `StepRunner`."""
