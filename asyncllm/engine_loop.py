@@ -311,15 +311,15 @@ class EngineLoop:
         result = flight.launched.result()
         self._flights.popleft()
         scheduled = flight.scheduled
+        now = self._last_step_at = time.monotonic()
         verdicts = [
-            self._live.advance(request, token_id, finite=finite)
+            self._live.advance(request, token_id, finite=finite, now=now)
             for request, token_id, finite in zip(scheduled.sampled, result.token_ids, result.finite, strict=True)
         ]
         self._scheduler.commit(scheduled, verdicts)
         self._steps += 1
         self._generated_tokens += sum(verdict is not None for verdict in verdicts)
         self._prompt_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
-        self._last_step_at = time.monotonic()
         if self._config.debug_checks:
             self._scheduler.check_integrity()
         self._publish()

@@ -92,7 +92,9 @@ class LiveRequests:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def advance(self, request: Request, token_id: int, *, finite: bool) -> Verdict | None:  # noqa: PLR0911  # an exit each fate
+    def advance(  # noqa: PLR0911  # an exit for each fate
+        self, request: Request, token_id: int, *, finite: bool, now: float
+    ) -> Verdict | None:
         """Take one sampled token: the scheduler's verdict, None if it is dropped. Delivers nothing yet."""
         submission = self._by_request.get(request)
         if submission is None:
@@ -111,7 +113,7 @@ class LiveRequests:
         if step.finish_reason is not None and self._desk.retire(submission) is not None:
             self.end(submission)  # its caller left just before
             return None
-        self._note_time(submission)
+        self._note_time(submission, now)
         if step.text:
             submission.pieces.append(step.text)
         index = len(request.generated)
@@ -130,8 +132,8 @@ class LiveRequests:
         self._finish(submission, step.finish_reason, None)
         return Verdict(token_id, ends=True)
 
-    def _note_time(self, submission: Submission) -> None:
-        now = time.monotonic()
+    @staticmethod
+    def _note_time(submission: Submission, now: float) -> None:
         if submission.last_token_at is None:
             submission.first_token_at = now
         else:

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar"]
 
 
-def progress_bar(items: Iterable[object], *, shown: bool) -> tqdm[None]:
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic for type checkers only
+    monitor_interval = 0  # else tqdm starts a thread that stays in the caller's process
+
+
+def progress_bar(items: Iterable[object], *, shown: bool) -> _Bar:
     """Make a bar that counts requests, only drawn on a terminal or in a notebook."""
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     total = len(items) if isinstance(items, Sized) else None
-    return tqdm(total=total, unit="request", disable=not (shown and watched), leave=False)
+    return _Bar(total=total, unit="request", disable=not (shown and watched), leave=False)
