@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar"]
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic for type checkers only
+class _Bar(tqdm):  # type: ignore[misc]  # published without types
     monitor_interval = 0  # else tqdm starts a thread that stays in the caller's process
 
 
