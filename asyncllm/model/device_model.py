@@ -33,6 +33,9 @@ class DeviceModel:
         max_pages: its columns.
         page_size: tokens of a page.
         num_pages: pages of the KV pool; one more is for padding.
+
+    Attributes:
+        kv: the pages of every layer.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class DeviceModel:
         self._decoder = decoder
         self._attention = attention
         with torch.inference_mode():
-            self._kv = KVTensors(
+            self.kv = KVTensors(
                 num_layers=config.num_layers,
                 num_pages=num_pages,
                 page_size=page_size,
@@ -77,11 +80,11 @@ class DeviceModel:
             slots, columns, pages = inputs.table_writes.unbind()
             self._page_table[slots, columns] = pages.to(torch.int32)
         if inputs.page_copies.numel():
-            self._kv.copy_pages(*inputs.page_copies.unbind())
+            self.kv.copy_pages(*inputs.page_copies.unbind())
 
     def logits(self, staged: StagedBatch, inputs: StepInputs) -> torch.Tensor:
         """Compute the step's tokens, their keys and values too: logits [samples, vocab]."""
-        page_size, slots = self._kv.page_size, inputs.slot_of_token
+        page_size, slots = self.kv.page_size, inputs.slot_of_token
         token_ids = torch.where(inputs.token_ids < 0, self._token_pool[slots], inputs.token_ids)
         pages = self._page_table[slots, inputs.positions // page_size]
         cells = pages * page_size + inputs.positions % page_size  # int64 [tokens]
@@ -100,6 +103,6 @@ class DeviceModel:
             inputs.positions,
             cells,
             inputs.sampled,
-            kv=self._kv,
+            kv=self.kv,
             attend=functools.partial(self._attention.attend, plan=plan),
         )

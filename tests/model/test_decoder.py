@@ -18,7 +18,13 @@ ARCHITECTURES = {
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "smollm2": (
         "llama",
-        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "tie_word_embeddings": True},
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
     ),
     "mistral with its own head_dim": ("mistral", {"head_dim": 32}),
     "qwen2": ("qwen2", {}),
