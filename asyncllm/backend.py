@@ -24,7 +24,7 @@ JSON = Mapping[str, object]
 class Progress(Protocol):
     """Told by a backend while it opens."""
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int, /) -> None:
         """Note that `done` of `total` parts of `stage` are there. Raises if the opening was cancelled: let it pass."""
 
 

@@ -126,7 +126,8 @@ class GgufWeights:
         for block in range(0, len(target) // per_block, blocks):
             part = packed[block * block_bytes : (block + blocks) * block_bytes]
             # One row, since `dequantize` goes by rows in Python; a copy, since it wants aligned memory.
-            values = dequantize(np.array(part)[None], tensor.type)[0]
+            with np.errstate(all="ignore"):  # what is not finite is as good here as in any other checkpoint
+                values = dequantize(np.array(part)[None], tensor.type)[0]
             target[block * per_block :][: len(values)] = values
         return out
 
