@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asyncllm.backend import OpenBackend
-from asyncllm.errors import ConfigurationError
-from asyncllm.model.attention.cpu import CPUAttention
+from asyncllm.model.attention.choice import choose_attention
 from asyncllm.model.checkpoint import Checkpoint
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.cpu_threads import limit_torch_threads
+from asyncllm.model.cuda_device import CUDADevice
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.gguf_header import read_gguf_header
 from asyncllm.model.hardware import choose_device, choose_dtype, free_memory_bytes, total_memory_bytes
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from asyncllm.backend import Progress
     from asyncllm.config import EngineConfig
+    from asyncllm.model.attention.interface import AttentionBackend, Plan
+    from asyncllm.model.runner import Device
     from asyncllm.model.sizing import Sizes
     from asyncllm.text.tokenizer import Tokenizer
 
@@ -58,7 +60,7 @@ class TorchBackend:
         with Checkpoint.open(path, load_format=config.load_format, seed=seed) as checkpoint:
             tokenizer = _tokenizer(config, path, progress)
             dtype = choose_dtype(config.dtype, device, checkpoint=checkpoint.config.dtype)
-            attention = _attention(config.attention_backend, device, dtype)
+            attention = choose_attention(config.attention_backend, device=device, dtype=dtype)
             sizes = choose_sizes(
                 config,
                 checkpoint.config,
@@ -111,19 +113,10 @@ def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenize
     return tokenizer
 
 
-def _attention(name: str, device: torch.device, dtype: torch.dtype) -> CPUAttention:
-    if device.type != "cpu":
-        raise ConfigurationError(f"device={str(device)!r} is not implemented; only 'cpu' is")
-    if name not in ("auto", CPUAttention.name):
-        raise ConfigurationError(f"attention_backend={name!r} is not for the CPU; 'auto' and 'cpu' are")
-    return CPUAttention(dtype)
-
-
-def _runner(config: EngineConfig, decoder: Decoder, attention: CPUAttention, sizes: Sizes) -> ModelRunner:
-    threads = config.cpu_threads
-    device = CPUDevice() if threads is None else CPUDevice(functools.partial(limit_torch_threads, threads))
+def _runner(config: EngineConfig, decoder: Decoder, attention: AttentionBackend[Plan], sizes: Sizes) -> ModelRunner:
+    device = _device(decoder.device, config.cpu_threads)
     try:
-        return ModelRunner(
+        runner = ModelRunner(
             decoder,
             attention,
             device,
@@ -132,13 +125,22 @@ def _runner(config: EngineConfig, decoder: Decoder, attention: CPUAttention, siz
             page_size=sizes.page_size,
             num_pages=sizes.num_pages,
         )
+        if decoder.device.type == "cuda":  # steps run on a stream of their own
+            torch.cuda.current_stream(decoder.device).synchronize()
+        return runner
     except BaseException:
         device.close()
         raise
 
 
+def _device(device: torch.device, cpu_threads: int | None) -> Device:
+    if device.type == "cuda":
+        return CUDADevice(device)
+    return CPUDevice() if cpu_threads is None else CPUDevice(functools.partial(limit_torch_threads, cpu_threads))
+
+
 def _resolved(
-    config: EngineConfig, path: Path, decoder: Decoder, attention: CPUAttention, sizes: Sizes
+    config: EngineConfig, path: Path, decoder: Decoder, attention: AttentionBackend[Plan], sizes: Sizes
 ) -> dict[str, object]:
     load_format = "gguf" if path.is_file() else "safetensors"
     return {
