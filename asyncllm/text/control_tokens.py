@@ -70,11 +70,9 @@ class ControlTokens:
             piece if literal else self.pattern.sub(lambda match: stand_ins[match[0]], piece) for piece, literal in parts
         )
         ids = encode_text(raw, text, add_special_tokens=False)
-        special_ids = set(self.ids.values()).difference(meanings)
-        for token_id in special_ids.intersection(ids):
-            raise InvalidRequestError(
-                f"a text holds {raw.id_to_token(token_id)!r}, which this tokenizer cannot encode as text"
-            )
+        for special, token_id in self.ids.items():
+            if special in text and token_id in ids and token_id not in meanings:
+                raise InvalidRequestError(f"a text holds {special!r}, which this tokenizer cannot encode as text")
         return [meanings.get(token_id, token_id) for token_id in ids]
 
     @functools.cached_property

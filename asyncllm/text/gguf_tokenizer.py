@@ -138,6 +138,8 @@ class _Vocabulary:
         self.types = [int(number) for number in self.array("token_type", default=[_NORMAL] * len(self.tokens))]
         if len(self.types) != len(self.tokens):
             raise ModelLoadError(f"{_PREFIX}token_type is for {len(self.types)} of {len(self.tokens)} tokens")
+        if len(set(self.tokens)) != len(self.tokens):
+            raise ModelLoadError(f"{_PREFIX}tokens are not all different")
         self.ids = {
             text: index
             for index, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))

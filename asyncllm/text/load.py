@@ -1,8 +1,8 @@
 """Find and load a model's tokenizer.
 
 Runs where an engine opens, in one thread; owns nothing. Invariant: no code of a model's author runs. A tokenizer.json
-is the tokenizer; its neighbours add names (which token begins and ends a text), a chat template and a few settings,
-by transformers' rules.
+is the tokenizer, and alone says what is added to a prompt; its neighbours add names (which token begins and ends a
+text), chat templates and a few settings, by transformers' rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tokenizers import AddedToken
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.encoding import surround_prompts
 from asyncllm.text.gguf_tokenizer import gguf_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 
@@ -80,12 +79,6 @@ def _from_tokenizer_json(folder: Path) -> Tokenizer:
     texts = {name: text for name in _TOKEN_NAMES if (text := _token_text(config.get(name))) is not None}
     _mark_special(raw, [*texts.values(), *_listed_tokens(config)])
     bos, eos = (raw.token_to_id(texts[name]) if name in texts else None for name in ("bos_token", "eos_token"))
-    if "add_bos_token" in config or "add_eos_token" in config:
-        surround_prompts(
-            raw,
-            bos_token_id=bos if config.get("add_bos_token") else None,
-            eos_token_id=eos if config.get("add_eos_token") else None,
-        )
     return Tokenizer(
         raw,
         eos_token_ids=() if eos is None else (eos,),
@@ -101,7 +94,8 @@ def _from_older_files(folder: Path) -> Tokenizer:
     try:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes the conversion raise
-        raise ModelLoadError(f"the tokenizer cannot be converted: {error}") from error
+        needs = "(a SentencePiece model needs the packages sentencepiece and protobuf)"
+        raise ModelLoadError(f"the tokenizer cannot be converted {needs}: {error}") from error
     raw = getattr(converted, "backend_tokenizer", None)
     if not isinstance(raw, tokenizers.Tokenizer):
         raise ModelLoadError(f"a tokenizer of type {type(converted).__name__} is not supported, it has no fast form")

@@ -1,6 +1,7 @@
 """Small trained tokenizers, one of every kind of decoder that the package follows.
 
-Runs in the tests. Owns nothing: each call trains a new one. Same name, same tokenizer.
+Runs in the tests. Owns nothing: each call trains a new one. (The library breaks ties in training as they come, so two
+of the same name need not be equal, but for "byte level".)
 """
 
 from __future__ import annotations

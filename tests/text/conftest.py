@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from asyncllm.model.gguf_header import read_gguf_header
+from asyncllm.text.gguf_tokenizer import gguf_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from helpers.tiny_tokenizers import tiny_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import tokenizers
 
@@ -36,3 +39,17 @@ def tokenizer(raw_tokenizer: Callable[[str], tokenizers.Tokenizer]) -> Callable[
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def demo_settings(demo_gguf: Path) -> dict[str, object]:
+    """Give the settings of the demo model's GGUF file."""
+    return read_gguf_header(demo_gguf).settings
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(demo_settings: dict[str, object]) -> Tokenizer:
+    """Give the demo model's tokenizer."""
+    tokenizer = gguf_tokenizer(demo_settings)
+    assert tokenizer is not None
+    return tokenizer
