@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 PROMPT ?= Why is the sky blue?
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint examples bench clean help
+.PHONY: demo test test-long lint bench clean help
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,9 +25,6 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-
-examples: $(VENV)/.dev $(VENV)/.model  ## run each example as its own page says
-	$(PY) -m pytest tests/test_examples.py --verbose
 
 bench: $(VENV)/.dev $(VENV)/.model  ## measure, with a table at the end
 	$(PY) -m benchmarks
