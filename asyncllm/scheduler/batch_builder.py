@@ -104,7 +104,9 @@ class DecodingRows:
     def page_needs(self) -> list[tuple[RequestPages, int]]:
         """Return the rows whose next position needs a page: their pages, and their length after the step."""
         rows = len(self.requests)
-        short = np.flatnonzero(self._starts[:rows] >= self._room_ends[:rows])
+        (short,) = (self._starts[:rows] >= self._room_ends[:rows]).nonzero()
+        if not len(short):
+            return []
         self._room_ends[short] += self._page_size
         lengths = (self._starts[short] + 1).tolist()
         return [(self._pages[row], length) for row, length in zip(short.tolist(), lengths, strict=True)]

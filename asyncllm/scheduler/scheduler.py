@@ -139,13 +139,14 @@ class Scheduler:
         self._admission.grew(self._cache.owned_pages - owned)
         batch = rows.batch(step, chunks, self._cache.take_step_writes())
         decoding = tuple(rows.requests)
+        in_step = (*decoding, *(chunk.request for chunk in chunks))
         self._running.launch(step, chunks)
         scheduled = ScheduledStep(
             batch=batch,
-            rows=(*decoding, *(chunk.request for chunk in chunks)),
+            rows=in_step,
             sampled=(*decoding, *(chunk.request for chunk in chunks if chunk.last)),
             chunks=tuple(chunks),
-            record=self._record(batch, decoding, chunks),
+            record=self._record(batch, in_step, prompts=len(chunks)),
         )
         self._in_flight.append(scheduled)
         self._next_step += 1
@@ -233,11 +234,11 @@ class Scheduler:
         self._running.begin(request, pages)
         self._siblings.begin(request)
 
-    def _record(self, batch: Batch, decoding: Sequence[Request], chunks: Sequence[PromptChunk]) -> StepRecord:
+    def _record(self, batch: Batch, in_step: Sequence[Request], *, prompts: int) -> StepRecord:
         return StepRecord(
             index=batch.index,
-            kind="decode" if not chunks else "mixed" if decoding else "prefill",
-            request_ids=(*(r.request_id for r in decoding), *(chunk.request.request_id for chunk in chunks)),
+            kind="decode" if not prompts else "mixed" if prompts < len(in_step) else "prefill",
+            request_ids=tuple([request.request_id for request in in_step]),
             query_tokens=batch.query_tokens,
             waiting=self.waiting,
             running=self.running,
@@ -261,16 +262,19 @@ class Scheduler:
     def _commit_tokens(self, sampled: Sequence[Request], verdicts: Sequence[Verdict | None]) -> list[Request]:
         """Append the tokens of requests that go on or end with theirs; return those of which nothing is left."""
         finished: list[Request] = []
+        ending = RequestState.ENDING
         for request, verdict in zip(sampled, verdicts, strict=True):
-            if request.state is RequestState.ENDING:
+            if request.state is ending:
                 continue
             if verdict is None:
                 raise RuntimeError(f"{request!r} goes on, so its token needs a verdict")
-            request.generated.append(verdict.token_id)
-            request.committed = len(request.prompt) + len(request.generated) - 1
-            if verdict.ends or len(request.generated) == request.max_tokens:
+            token_id, ends = verdict
+            generated = request.generated
+            generated.append(token_id)
+            request.committed = len(request.prompt) + len(generated) - 1
+            if ends or len(generated) == request.max_tokens:
                 self._stop(request)
-                if request.state is RequestState.FINISHED:
+                if request.pages is None:
                     finished.append(request)
         return finished
 
