@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from asyncllm.errors import AsyncLLMError, DeadlineExceededError, EngineError, RequestFailedError
 from asyncllm.outputs import Completion, Timing, Token, Usage
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from asyncllm.wakeups import Door
 
 __all__ = ["LiveRequests"]
+
+_FORGOTTEN_AT_ONCE: Final = 64
+"""Deadlines of ended requests that may be kept, beside twice as many as requests are live."""
 
 
 class LiveRequests:
@@ -202,7 +205,10 @@ class LiveRequests:
             self._finish(submission, reason, error)
 
     def expire(self) -> None:
-        """End the requests whose deadline has passed."""
+        """End the requests whose deadline has passed; forget the deadlines of those that ended before, now and then."""
+        if len(self._deadlines) > 2 * len(self._submissions) + _FORGOTTEN_AT_ONCE:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
+            heapq.heapify(self._deadlines)
         now = time.monotonic()
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].ended):
             _, _, submission = heapq.heappop(self._deadlines)

@@ -24,7 +24,7 @@ from asyncllm import (
 )
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left, scripted_engine
 from helpers.engines import POOL, TinyModelFolder, each_model, small_engine
-from helpers.idle import Idle
+from helpers.idle import Idle, live_records
 from helpers.loops import both_loops, on_loop
 
 if TYPE_CHECKING:
@@ -403,3 +403,21 @@ def test_the_blocking_face_gives_what_the_engine_gives() -> None:
         check_nothing_left(llm.engine)
     assert batch.token_ids == streamed == expected
     assert batch.text == bytes(expected).decode()
+
+
+def test_nothing_is_kept_of_requests_that_ended_while_another_runs() -> None:
+    """B106: not even their deadlines, though an earlier one is still to come."""
+
+    async def main() -> None:
+        async with scripted_engine(kv_pool_tokens=8192) as engine:
+            async with engine.stream([1], max_tokens=8000, timeout=100) as long:
+                await anext(long)
+                for _ in range(200):
+                    await engine.generate([2], max_tokens=1, timeout=1000)
+                assert live_records(engine) <= 10
+                opening = engine._life.opening
+                assert opening is not None
+                assert len(opening.loop._live._deadlines) <= 70
+            check_nothing_left(engine)
+
+    asyncio.run(main())
