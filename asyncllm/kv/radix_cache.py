@@ -165,12 +165,11 @@ class RadixCache:
         whole_pages = sum(map(len, runs))
         end = whole_pages * self._page_size
         source, source_tokens = self._closest_child(node, tokens[end : end + self._page_size])
-        if source is not None:
-            if len(source.pages) > 1:
-                source = self._split(source, 1)
-            source.last_used = self._clock
         return RadixMatch(
-            node=node if runs else None, whole_pages=whole_pages, source=source, source_tokens=source_tokens
+            node=node if runs else None,
+            whole_pages=whole_pages,
+            source=None if source is None else self._use_first_page(source),
+            source_tokens=source_tokens,
         )
 
     def prefix_pages(self, node: Node) -> Pages:
@@ -296,12 +295,19 @@ class RadixCache:
                 best, best_length = key, length
         return (node.children[best], best_length) if best_length else (None, 0)
 
+    def _use_first_page(self, node: Node) -> Node:
+        """Refresh a node's first page alone; return the node that it is now."""
+        if len(node.pages) > 1:
+            node = self._split(node, 1)
+        node.last_used = self._clock
+        return node
+
     def _covered(self, node: Node, tokens: Tokens) -> bool:
         """Whether a child of `node` begins with `tokens`, less than a page of them; refresh it if so."""
         child, length = self._closest_child(node, tokens)
         if child is None or length < len(tokens):
             return False
-        child.last_used = self._clock
+        self._use_first_page(child)
         return True
 
     def _add(self, parent: Node, tokens: Tokens, pages: Pages, superseded: list[Pages]) -> Node:

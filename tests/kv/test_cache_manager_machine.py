@@ -435,10 +435,11 @@ def test_long_random_runs(page_size: int, seed: int) -> None:
         for _ in range(rng.randrange(3)):
             if simulation.cache.free_slots:
                 simulation.admit()
+        if not rng.randrange(4):
+            simulation.disturb()
         simulation.launch()
         while len(simulation.steps) > rng.randrange(2):
             simulation.commit()
-            simulation.check()
         if not rng.randrange(4):
             simulation.disturb()
         simulation.check()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -101,39 +103,38 @@ class NaiveModel:
         return gone
 
 
-class RadixAgainstModel(RuleBasedStateMachine):
-    """Random matches, locks, extensions and evictions; everything seen must equal the naive model."""
+class Comparison:
+    """Random matches, locks, extensions and evictions; everything seen must equal the naive model.
 
-    cache: RadixCache
-    model: NaiveModel
+    Args:
+        rng: chooses everything.
+        page_size: tokens of a page.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders: list[Holder] = []
-        self.new_pages = iter(range(10**6))
-
-    @initialize(page_size=st.sampled_from([1, 2, 4, 16]))
-    def open(self, page_size: int) -> None:
-        """Choose a page size."""
+    def __init__(self, rng: random.Random, page_size: int) -> None:
+        self.rng = rng
         self.size = page_size
         self.cache = RadixCache(page_size)
         self.model = NaiveModel(page_size)
+        self.holders: list[Holder] = []
+        self.new_pages = iter(range(10**6))
 
-    def draw_tokens(self, data: st.DataObject, behind: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Draw tokens, often a continuation of what is cached, seldom many kinds."""
-        prefixes = sorted({page.key[1] for page in self.model.pages.values()})
-        start = behind
-        if not behind and prefixes and data.draw(st.booleans()):
-            chosen = data.draw(st.sampled_from(prefixes))
-            start = chosen[: data.draw(st.integers(0, len(chosen)))]
+    def random_tokens(self, behind: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Choose tokens that continue given ones, or what is cached up to somewhere."""
+        rng = self.rng
+        tokens = behind
+        if not behind and self.model.pages and rng.randrange(3):
+            tokens = rng.choice(sorted(key[1] for key in self.model.pages))
+            tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
         # Runs of one token, so that pages of 16 have long common heads and many lengths occur.
-        runs = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, self.size + 1)), max_size=4))
-        return start + tuple(token for token, times in runs for _ in range(times))
+        for _ in range(rng.randrange(4)):
+            tokens += (rng.randrange(2),) * rng.randint(1, self.size + 1)
+        return tokens
 
-    @rule(data=st.data(), namespace=st.sampled_from(["a", "b"]), lock=st.booleans())
-    def match(self, data: st.DataObject, namespace: str, lock: bool) -> None:
+    def match(self) -> None:
         """Match, and perhaps lock both what matched and the source of the copy."""
-        tokens = self.draw_tokens(data)
+        tokens = self.random_tokens()
+        namespace = self.rng.choice("aab")
         self.model.clock += 1
         last, best, longest = self.model.match(namespace, tokens)
         found = self.cache.match(ids(tokens), namespace)
@@ -153,7 +154,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
         if last is not None and found.node is not None:
             expected = [page.page for page in self.model.path(last)][::-1]
             assert self.cache.prefix_pages(found.node).tolist() == expected
-        if lock:
+        if self.rng.randrange(2):
             node = found.node or self.cache.root(namespace)
             self.cache.lock(node)
             self.model.lock(last, 1)
@@ -163,22 +164,18 @@ class RadixAgainstModel(RuleBasedStateMachine):
                 self.model.lock(source, 1)
                 self.holders.append(Holder(found.source, source, namespace))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
+    def unlock(self) -> None:
         """Give one lock up."""
-        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        holder = self.holders.pop(self.rng.randrange(len(self.holders)))
         assert self.cache.unlock(holder.node).tolist() == []
         self.model.lock(holder.locked, -1)
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def extend(self, data: st.DataObject) -> None:
+    def extend(self) -> None:
         """Give the cache what a holder computed behind what it holds; also with a tail that fills no page."""
-        holder = data.draw(st.sampled_from(self.holders))
+        holder = self.rng.choice(self.holders)
         start = holder.locked.key[1] if holder.locked else ()
         tail = holder.locked if len(start) % self.size else None
-        tokens = self.draw_tokens(data, start) if start else self.draw_tokens(data)
+        tokens = self.random_tokens(start)
         base = len(start) // self.size * self.size
         count = -(-(len(tokens) - base) // self.size)
         pages = [next(self.new_pages) for _ in range(count)]
@@ -264,17 +261,14 @@ class RadixAgainstModel(RuleBasedStateMachine):
                 gone.discard(page.page)
                 del self.model.pages[page.key]
 
-    @rule(count=st.integers(0, 6))
-    def evict(self, count: int) -> None:
-        """Evict: the same pages, in the same order but for the direction within a run."""
+    def evict(self) -> None:
+        """Evict: the same pages must go."""
+        count = self.rng.randint(1, 6)
         gone = self.cache.evict(count).tolist()
         assert sorted(gone) == sorted(self.model.evict(count))
 
-    @invariant()
-    def totals_are_the_models(self) -> None:
+    def check(self) -> None:
         """Compare the tree's pages, keys and counts with the model's."""
-        if not hasattr(self, "cache"):
-            return
         seen: dict[Key, int] = {}
         for node, prefix in walk(self.cache):
             for index, page in enumerate(node.pages.tolist()):
@@ -287,10 +281,8 @@ class RadixAgainstModel(RuleBasedStateMachine):
         roots = {root.namespace for root in self.cache.roots()}
         assert roots == {key[0] for key in seen} | {holder.namespace for holder in self.holders}
 
-    def teardown(self) -> None:
+    def finish(self) -> None:
         """Unlock all: then everything can be evicted and nothing is left, not even a root."""
-        if not hasattr(self, "cache"):
-            return
         for holder in self.holders:
             self.cache.unlock(holder.node)
         gone = self.cache.evict(10**6).tolist()
@@ -309,5 +301,75 @@ def walk(cache: RadixCache) -> Iterator[tuple[Node, tuple[int, ...]]]:
         stack += [(child, (*prefix, *node.tokens.tolist())) for child in node.children.values()]
 
 
+class RadixAgainstModel(RuleBasedStateMachine):
+    """Short random runs, which shrink to the shortest one that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.comparison: Comparison | None = None
+
+    @initialize(rng=st.randoms(use_true_random=False), page_size=st.sampled_from([2, 4, 1, 16]))
+    def open(self, rng: random.Random, page_size: int) -> None:
+        """Make a cache and a model."""
+        self.comparison = Comparison(rng, page_size)
+
+    @rule()
+    def match(self) -> None:
+        """Match, and perhaps lock."""
+        assert self.comparison is not None
+        self.comparison.match()
+
+    @precondition(lambda self: self.comparison.holders)
+    @rule()
+    def unlock(self) -> None:
+        """Unlock."""
+        assert self.comparison is not None
+        self.comparison.unlock()
+
+    @precondition(lambda self: self.comparison.holders)
+    @rule()
+    def extend(self) -> None:
+        """Extend."""
+        assert self.comparison is not None
+        self.comparison.extend()
+
+    @rule()
+    def evict(self) -> None:
+        """Evict."""
+        assert self.comparison is not None
+        self.comparison.evict()
+
+    @invariant()
+    def totals_are_the_models(self) -> None:
+        """Compare after every rule."""
+        if self.comparison is not None:
+            self.comparison.check()
+
+    def teardown(self) -> None:
+        """Unlock and evict everything."""
+        if self.comparison is not None:
+            self.comparison.finish()
+
+
 TestRadixAgainstModel = RadixAgainstModel.TestCase
-TestRadixAgainstModel.settings = settings(deadline=None, max_examples=150, stateful_step_count=30)
+TestRadixAgainstModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+def test_long_random_runs(page_size: int, seed: int) -> None:
+    """Long runs reach what short ones seldom do: deep trees, many locks, outdated heap entries."""
+    rng = random.Random(seed)
+    comparison = Comparison(rng, page_size)
+    for _ in range(150):
+        action = rng.choice(["match", "match", "extend", "extend", "unlock", "evict"])
+        if action == "match" or (action in {"extend", "unlock"} and not comparison.holders):
+            comparison.match()
+        elif action == "extend":
+            comparison.extend()
+        elif action == "unlock":
+            comparison.unlock()
+        else:
+            comparison.evict()
+        comparison.check()
+    comparison.finish()
