@@ -7,7 +7,7 @@ depends on that token's row alone; rows meet only in the shape of the products.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -18,19 +18,13 @@ from asyncllm.model.rope import RotaryTables, rotate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncllm.model.attention.interface import StepAttention
     from asyncllm.model.kv_tensors import KVTensors
     from asyncllm.model.linear import GatedLinear, Linear
     from asyncllm.model.model_config import ModelConfig
     from asyncllm.model.weights import WeightSource
 
-__all__ = ["Attend", "Decoder"]
-
-
-class Attend(Protocol):
-    """A step's attention: `AttentionBackend.attend` with the step's plan."""
-
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[tokens, num_heads, head_dim] against a layer's pages -> the same shape."""
+__all__ = ["Decoder"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +92,7 @@ class Decoder:
         sampled: torch.Tensor,
         *,
         kv: KVTensors,
-        attend: Attend,
+        attend: StepAttention,
     ) -> torch.Tensor:
         """Run the model and store the tokens' keys and values.
 

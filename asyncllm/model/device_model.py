@@ -6,7 +6,6 @@ Invariant: all of them are read and written by steps alone, in launch order.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from asyncllm.model.kv_tensors import KVTensors
 from asyncllm.model.sampler import sample
 
 if TYPE_CHECKING:
-    from asyncllm.model.attention.interface import AttentionBackend, Plan
+    from asyncllm.model.attention.interface import AttentionBackend
     from asyncllm.model.batch_tensors import StagedBatch, StepInputs
     from asyncllm.model.decoder import Decoder
 
@@ -41,7 +40,7 @@ class DeviceModel:
     def __init__(
         self,
         decoder: Decoder,
-        attention: AttentionBackend[Plan],
+        attention: AttentionBackend,
         *,
         num_slots: int,
         max_pages: int,
@@ -93,16 +92,16 @@ class DeviceModel:
             query_lens=staged.query_lens,
             kv_lens=staged.kv_lens,
             one_token_rows=staged.one_token_rows,
+            page_size=page_size,
             page_table=self._page_table[inputs.slots, :columns],
             query_starts=inputs.query_starts,
             kv_lens_device=inputs.kv_lens,
         )
-        plan = self._attention.plan(rows, page_size)
         return self._decoder(
             token_ids,
             inputs.positions,
             cells,
             inputs.sampled,
             kv=self.kv,
-            attend=functools.partial(self._attention.attend, plan=plan),
+            attend=self._attention.plan(rows),
         )

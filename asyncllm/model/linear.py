@@ -68,16 +68,16 @@ class PlainGatedLinear:
         bias: gate's, then up's, [out] each; or None.
     """
 
-    __slots__ = ("_gate_up",)
+    __slots__ = ("gate_up",)
 
     def __init__(
         self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        self._gate_up = PlainLinear(torch.cat([gate, up]), None if bias is None else torch.cat(bias))
+        self.gate_up = PlainLinear(torch.cat([gate, up]), None if bias is None else torch.cat(bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)  # [rows, 2 * out] -> 2 x [rows, out]
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [rows, 2 * out] -> 2 x [rows, out]
         return F.silu(gate) * up
 
 

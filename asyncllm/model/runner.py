@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncllm.backend import LaunchedStep
-    from asyncllm.model.attention.interface import AttentionBackend, Plan
+    from asyncllm.model.attention.interface import AttentionBackend
     from asyncllm.model.decoder import Decoder
     from asyncllm.scheduler.batch import Batch
 
@@ -51,7 +51,7 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        attention: AttentionBackend[Plan],
+        attention: AttentionBackend,
         device: Device,
         *,
         num_slots: int,

@@ -17,7 +17,6 @@ from asyncllm.model.batch_tensors import BatchTensors
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.device_model import DeviceModel
 from asyncllm.model.model_config import ModelConfig
-
 from helpers.batches import Row, make_batch
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ __all__ = ["TensorSource", "TinyDecoder", "make_reference", "reference_logits"]
 CPU = torch.device("cpu")
 
 
-def make_reference(architecture: str = "llama", *, seed: int = 0, **fields: object) -> PreTrainedModel:
+def make_reference(architecture: str = "llama", fields: Mapping[str, object] | None = None) -> PreTrainedModel:
     """Make a random model of two layers, width 64, 200 tokens and 128 positions."""
     usual: dict[str, object] = {
         "vocab_size": 200,
@@ -51,9 +50,9 @@ def make_reference(architecture: str = "llama", *, seed: int = 0, **fields: obje
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = AutoConfig.for_model(architecture, **(usual | fields))
+    config = AutoConfig.for_model(architecture, **(usual | dict(fields or {})))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):  # at zero and one they would not be tested
@@ -64,7 +63,8 @@ def make_reference(architecture: str = "llama", *, seed: int = 0, **fields: obje
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits after each token of one sequence: float32 [tokens, vocab]."""
     with torch.inference_mode():
-        return model(torch.tensor([tokens], device="cpu"), use_cache=False).logits[0]
+        logits: torch.Tensor = model(torch.tensor([tokens], device="cpu"), use_cache=False).logits[0]
+    return logits
 
 
 class TensorSource:
@@ -114,7 +114,7 @@ class TinyDecoder:
         max_model_tokens: int | None = None,
         shuffled: bool = True,
         dtype: torch.dtype = torch.float32,
-        attention: AttentionBackend[object] | None = None,
+        attention: AttentionBackend | None = None,
         padded_rows: int = 0,
     ) -> None:
         self.config = ModelConfig.from_hf(model.config.to_dict())

@@ -12,7 +12,7 @@ from helpers.model_steps import TinyDecoder, make_reference, reference_logits
 
 TOLERANCE = 1e-4  # of logits of about 10; most cases differ by 1e-5
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama with one head a key head": ("llama", {"num_key_value_heads": 4}),
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -75,7 +75,7 @@ def tokens_of(count: int, *, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_at_every_position_of_the_context_are_those_of_transformers(name: str) -> None:
     architecture, fields = ARCHITECTURES[name]
-    model = make_reference(architecture, **fields)
+    model = make_reference(architecture, fields)
     tokens = tokens_of(128)
     logits = TinyDecoder(model).logits([Row(3, 0, tokens)])
     torch.testing.assert_close(logits, reference_logits(model, tokens), rtol=0.0, atol=TOLERANCE)
@@ -83,7 +83,7 @@ def test_logits_at_every_position_of_the_context_are_those_of_transformers(name:
 
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope_type_is_computed_as_transformers_does_up_to_the_end_of_the_context(name: str) -> None:
-    model = make_reference("llama", rope_parameters=ROPES[name])
+    model = make_reference("llama", {"rope_parameters": ROPES[name]})
     tokens = tokens_of(128, seed=1)
     logits = TinyDecoder(model).logits([Row(0, 0, tokens)])
     torch.testing.assert_close(logits, reference_logits(model, tokens), rtol=0.0, atol=TOLERANCE)
@@ -94,30 +94,30 @@ def test_each_rope_type_differs_from_the_default_one() -> None:
     tokens = tokens_of(128, seed=1)
     plain = reference_logits(make_reference("llama"), tokens)
     for name in ("linear", "llama3", "yarn"):
-        stretched = reference_logits(make_reference("llama", rope_parameters=ROPES[name]), tokens)
+        stretched = reference_logits(make_reference("llama", {"rope_parameters": ROPES[name]}), tokens)
         assert (stretched - plain).abs().max() > 0.1, name
 
 
 def test_dynamic_rope_beyond_its_context_is_refused_by_name() -> None:
-    model = make_reference("llama", rope_parameters=ROPES["dynamic"])
+    model = make_reference("llama", {"rope_parameters": ROPES["dynamic"]})
     with pytest.raises(ConfigurationError, match=r"max_model_tokens=129 with rope_type='dynamic'.*at most 128"):
         TinyDecoder(model, max_model_tokens=129)
 
 
 def test_a_tied_model_never_reads_an_output_matrix() -> None:
-    model = make_reference("llama", tie_word_embeddings=True)
+    model = make_reference("llama", {"tie_word_embeddings": True})
     assert "lm_head.weight" not in TinyDecoder(model).source.asked
 
 
 def test_each_tensor_is_read_once() -> None:
-    tiny = TinyDecoder(make_reference("qwen3", attention_bias=True))
+    tiny = TinyDecoder(make_reference("qwen3", {"attention_bias": True}))
     assert sorted(tiny.source.asked) == sorted(tensor_shapes(tiny.config))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_float32(dtype: torch.dtype) -> None:
     """Bias and head shapes that float32 does not take apart: a rough bound, far below what a wrong term gives."""
-    model = make_reference("qwen2", initializer_range=0.05)
+    model = make_reference("qwen2", {"initializer_range": 0.05})
     tokens = tokens_of(64)
     logits = TinyDecoder(model, dtype=dtype).logits([Row(0, 0, tokens)])
     expected = reference_logits(model, tokens)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-WIDE = {
+WIDE: dict[str, object] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 1,
@@ -57,7 +57,7 @@ def tiny_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def wide_model() -> PreTrainedModel:
-    return make_reference("llama", **WIDE)
+    return make_reference("llama", WIDE)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

@@ -6,7 +6,7 @@ Runs on the engine thread while a model opens; owns nothing. Invariant: a backen
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["choose_attention"]
 
 
-def choose_attention(name: str, *, device: torch.device, dtype: torch.dtype) -> AttentionBackend[Any]:
+def choose_attention(name: str, *, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Make the backend of this name, or the best one for the device.
 
     Args:

@@ -1,0 +1,193 @@
+"""Attention in short floating point on the CPU, by torch's fused kernel.
+
+Runs on the device's thread; owns what `PageMemory` does. Invariant: a row of one token is computed in parts of its
+keys that lie together, and the parts are put together by their softmax's sums (as FlashDecoding does, Dao et al.
+2023). Nothing is copied then, nothing masked, and a part that several rows lease, a shared prefix, is read once for
+all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from asyncllm.model.attention.page_memory import PageMemory, Piece, runs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.model.attention.interface import AttentionRows
+    from asyncllm.scheduler.batch import Ints
+
+__all__ = ["FusedAttention"]
+
+_MOST_RUNS: Final = 4  # of pages that lie together; a row that lies in more is copied together first
+# The kernel behind scaled_dot_product_attention on a CPU; it also returns the logarithms of the softmax's sums.
+_PARTIAL: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Rows of one token, and keys that all of them see."""
+
+    rows: torch.Tensor | int  # int64 [rows], or one row's number
+    piece: Piece
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """A row of several tokens."""
+
+    first: int  # of its queries
+    last: int
+    piece: Piece
+    mask: torch.Tensor | None  # [queries, kv_len], added to scores; None: the row starts with its first query
+
+
+class FusedAttention:
+    """Attend by parts.
+
+    Args:
+        dtype: of queries, keys and values.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory = PageMemory()
+
+    def plan(self, rows: AttentionRows) -> _FusedStep:
+        """See `AttentionBackend`."""
+        table, first = rows.page_table.numpy(), rows.one_token_rows
+        chunks = []
+        for row in range(first, len(rows.kv_lens)):
+            queries, kv_len = int(rows.query_lens[row]), int(rows.kv_lens[row])
+            piece = Piece.of(table[row, : -(-kv_len // rows.page_size)], kv_len)
+            mask = None if queries == kv_len else _causal_mask(queries, kv_len, self._dtype)
+            chunks.append(_Chunk(first=first, last=first + queries, piece=piece, mask=mask))
+            first += queries
+        count = rows.one_token_rows
+        return _FusedStep(self._memory, _parts(table[:count], rows.kv_lens[:count], rows.page_size), count, chunks)
+
+
+class _FusedStep:
+    """A step's rows; a `StepAttention`."""
+
+    def __init__(self, memory: PageMemory, parts: list[_Part], one_token_rows: int, chunks: list[_Chunk]) -> None:
+        self._memory = memory
+        self._parts = parts
+        self._chunks = chunks
+        self._merge = _places(parts, one_token_rows)
+
+    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """See `StepAttention`."""
+        out = [self._one_token_rows(queries, keys, values)] if self._parts else []
+        for chunk in self._chunks:
+            k, v = self._memory.read(keys, values, chunk.piece)
+            q = queries[chunk.first : chunk.last].transpose(0, 1).unsqueeze(0)  # [1, heads, queries, head_dim]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+            )
+            out.append(attended[0].transpose(0, 1))
+        return torch.cat(out)
+
+    def _one_token_rows(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attend with the rows of one token: [rows, num_heads, head_dim]."""
+        outs, sums = [], []
+        for part in self._parts:
+            k, v = self._memory.read(keys, values, part.piece)
+            q = queries[part.rows].view(-1, k.shape[1], queries.shape[1] // k.shape[1], queries.shape[2])
+            out, log_sums = _attend_part(q, k, v)
+            outs.append(out)
+            sums.append(log_sums)
+        if self._merge is None:
+            return torch.cat(outs)
+        places, absent = self._merge
+        weights = torch.cat(sums)[places].masked_fill_(absent, -torch.inf).softmax(dim=1)  # [rows, parts, heads]
+        return (torch.cat(outs)[places] * weights.unsqueeze(-1)).sum(dim=1).to(queries.dtype)
+
+
+def _attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from all of q's rows to all keys; the query heads of a key head are its rows, so that no key is repeated.
+
+    Args:
+        q: [rows, kv_heads, group, head_dim].
+        k: [1, kv_heads, tokens, head_dim].
+        v: likewise.
+
+    Returns:
+        [rows, heads, head_dim], and the logarithms of the softmax's sums, float32 [rows, heads].
+    """
+    rows, kv_heads, group, head_dim = q.shape
+    out, log_sums = _PARTIAL(q.transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim), k, v)
+    out = out[0].view(kv_heads, rows, group, head_dim).transpose(0, 1)
+    log_sums = log_sums[0].reshape(kv_heads, rows, group).transpose(0, 1)
+    return out.reshape(rows, kv_heads * group, head_dim), log_sums.reshape(rows, kv_heads * group)
+
+
+def _parts(table: Ints, kv_lens: Ints, page_size: int) -> list[_Part]:
+    """Split the rows' keys, table int32 [rows, columns], into parts; rows in order where each is one part."""
+    same_start: dict[int, list[int]] = {}
+    for row, page in enumerate(table[:, 0].tolist()):
+        same_start.setdefault(page, []).append(row)
+    parts: list[_Part] = []
+    for rows in same_start.values():
+        shared = _shared_pages(table[rows], kv_lens[rows], page_size) if len(rows) > 1 else 0
+        if shared:
+            together = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            parts += _in_pieces(together, table[rows[0], :shared], shared * page_size, page_size)
+        for row in rows:
+            kv_len = int(kv_lens[row])
+            own = table[row, shared : -(-kv_len // page_size)]
+            if len(own):
+                parts += _in_pieces(row, own, kv_len - shared * page_size, page_size)
+    return parts
+
+
+def _shared_pages(table: Ints, kv_lens: Ints, page_size: int) -> int:
+    """Count the leading pages that all rows have, whole ones within every row's length."""
+    equal = (table == table[0]).all(axis=0)
+    common = len(equal) if equal.all() else int(equal.argmin())
+    return min(common, int(kv_lens.min()) // page_size)
+
+
+def _in_pieces(rows: torch.Tensor | int, pages: Ints, tokens: int, page_size: int) -> list[_Part]:
+    """Make a part of each run of pages, or one of all."""
+    runs = runs_of(pages)
+    if len(runs) > _MOST_RUNS:
+        return [_Part(rows=rows, piece=Piece.of(pages, tokens))]
+    parts = []
+    for run in runs:
+        here = min(tokens, len(run) * page_size)
+        parts.append(_Part(rows=rows, piece=Piece.of(run, here)))
+        tokens -= here
+    return parts
+
+
+def _places(parts: Sequence[_Part], count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Find each row's parts among all parts' rows.
+
+    Returns:
+        int64 [rows, most parts], where they are, and bool [rows, most parts, 1], which are absent; None where each
+        row is one part, in order.
+    """
+    of_row: list[list[int]] = [[] for _ in range(count)]
+    place = 0
+    for part in parts:
+        for row in [part.rows] if isinstance(part.rows, int) else part.rows.tolist():
+            of_row[row].append(place)
+            place += 1
+    most = max(map(len, of_row), default=0)
+    if of_row == [[row] for row in range(count)]:
+        return None
+    padded = np.array([places + [-1] * (most - len(places)) for places in of_row], dtype=np.int64)
+    return torch.from_numpy(padded.clip(min=0)), torch.from_numpy(padded < 0).unsqueeze(-1)
+
+
+def _causal_mask(queries: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where the last `queries` of kv_len positions may look, -inf after that: [queries, kv_len]."""
+    mask = torch.full((queries, kv_len), -torch.inf, dtype=dtype, device="cpu")
+    return mask.triu_(kv_len - queries + 1)
