@@ -97,11 +97,21 @@ class RunningSet:
         if request.sampled < request.max_tokens:
             self.rows.add(request, self._pages[request])
 
+    def park(self, request: Request, *, committed_steps: int) -> bool:
+        """Take back all that a paused request holds; False, and nothing is done, while a launched step names it."""
+        if request.state is not RequestState.PAUSED:
+            raise RuntimeError(f"{request!r} is not paused, so it cannot be parked")
+        if request.last_step >= committed_steps:
+            return False
+        self._give_up(request)
+        self._release(request, RequestState.PREEMPTED)
+        return True
+
     def stop(self, request: Request, *, committed_steps: int) -> None:
         """Leave a request out of all later steps; release it if all steps that name it are committed."""
         self._give_up(request)
         if request.last_step < committed_steps:
-            self._release(request)
+            self._release(request, RequestState.FINISHED)
             return
         if request.state is RequestState.PAUSED:
             request.move(RequestState.DECODING)  # the way from a pause to an end that is not at once
@@ -115,7 +125,7 @@ class RunningSet:
         finished = [request for request in self._ending if request.last_step < committed_steps]
         self._ending = [request for request in self._ending if request.last_step >= committed_steps]
         for request in finished:
-            self._release(request)
+            self._release(request, RequestState.FINISHED)
         return finished
 
     def check(self) -> None:
@@ -151,12 +161,12 @@ class RunningSet:
         self._admission.give_up(request, self._pages[request])
         self.reserved_tokens -= request.worst_case_tokens - request.computed
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, state: RequestState) -> None:
         """Return everything that a request holds: the one door."""
         pages = self._pages.pop(request)
         self._cache.release(pages, request.tokens()[: request.committed], request.namespace)
         request.pages = None
-        request.move(RequestState.FINISHED)
+        request.move(state)
 
 
 def _decodes(request: Request) -> bool:

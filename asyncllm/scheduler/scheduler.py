@@ -22,7 +22,7 @@ from asyncllm.scheduler.waiting_order import WaitingOrder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncllm.kv.cache_manager import CacheManager, PrefixMatch, RequestPages
+    from asyncllm.kv.cache_manager import CacheManager, RequestPages
     from asyncllm.scheduler.batch import Batch
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulingPolicy", "Verdict"]
@@ -41,7 +41,7 @@ class Scheduler:
     Attributes:
         blocked: whether the next request could not start in the last `schedule` for lack of a slot or of pages.
         prefix_hit_tokens: prompt tokens that the prefix cache answered, since the start.
-        preemptions: requests that gave up their pages before their end, since the start.
+        preemptions: how often a request was parked, since the start.
     """
 
     def __init__(self, cache: CacheManager, policy: SchedulingPolicy) -> None:
@@ -110,6 +110,9 @@ class Scheduler:
             request.move(RequestState.FINISHED)
         elif request.state is RequestState.PREPARING:
             request.move(RequestState.FINISHED)
+        elif request.state is RequestState.PREEMPTED:
+            request.move(RequestState.WAITING)
+            request.move(RequestState.FINISHED)
         elif request in self._running and request.state is not RequestState.ENDING:
             self._stop(request)
         return request.state is RequestState.FINISHED
@@ -119,8 +122,27 @@ class Scheduler:
         self._running.pause(request)
 
     def resume(self, request: Request) -> None:
-        """Let a paused request decode on."""
-        self._running.resume(request)
+        """Let a paused request decode on; a parked one waits for that, ahead of all that never started."""
+        if request.state is RequestState.PREEMPTED:
+            request.move(RequestState.WAITING)
+            self._order.add(request)
+        else:
+            self._running.resume(request)
+
+    def park(self, request: Request) -> bool:
+        """Take slot, pages and promise back from a paused request; its KV goes to the prefix cache.
+
+        Until `resume` it neither waits nor runs. Then it starts again with the tokens that it has as its prompt.
+
+        Returns:
+            False if a launched step still names it: then nothing is done, try again after the commit.
+
+        Raises:
+            RuntimeError: it is not paused.
+        """
+        parked = self._running.park(request, committed_steps=self._committed_steps)
+        self.preemptions += parked
+        return parked
 
     def schedule(self) -> ScheduledStep | None:
         """Start waiting requests, put the next step together, and advance its requests as launched.
@@ -209,7 +231,8 @@ class Scheduler:
             if self._admission.would_refuse(request):
                 break
             match = self._cache.match(request.tokens(), request.namespace)
-            if self._waits_for_prefix(request, match, step):
+            shares = self._policy.share_inflight_prefixes and self._cache.shares(request.namespace)
+            if shares and self._siblings.wait(request, match, step):
                 continue
             pages = self._admission.start(request, match)
             if pages is None:
@@ -218,11 +241,6 @@ class Scheduler:
             return request
         self.blocked = request is not None
         return None
-
-    def _waits_for_prefix(self, request: Request, match: PrefixMatch, step: int) -> bool:
-        """Let a request wait for another that computes what follows its match, if the cache will have it then."""
-        share = self._policy.share_inflight_prefixes and self._cache.shares(request.namespace)
-        return share and self._siblings.wait(request, match, step)
 
     def _begin(self, request: Request, pages: RequestPages) -> None:
         self._order.remove(request)

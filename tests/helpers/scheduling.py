@@ -146,6 +146,15 @@ class World:
         self.paused.remove(request)
         self._check()
 
+    def park(self, request: Request) -> bool:
+        """Take a paused request's pages back, if no step in flight names it."""
+        named = any(request in step.rows for step in self.in_flight)
+        parked = self.scheduler.park(request)
+        assert parked == (not named)
+        assert (request.pages is None) == parked
+        self._check()
+        return parked
+
     def launch(self) -> ScheduledStep | None:
         """Schedule a step and put it in flight."""
         step = self.scheduler.schedule()

@@ -117,9 +117,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._in(RequestState.PAUSED))
     @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        """Give way to others while not reading."""
+        self.world.park(data.draw(st.sampled_from(self._in(RequestState.PAUSED))))
+
+    @precondition(lambda self: self._in(RequestState.PAUSED, RequestState.PREEMPTED))
+    @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         """Read on."""
-        self.world.resume(data.draw(st.sampled_from(self._in(RequestState.PAUSED))))
+        self.world.resume(data.draw(st.sampled_from(self._in(RequestState.PAUSED, RequestState.PREEMPTED))))
 
     @precondition(lambda self: not self.world.in_flight)
     @rule()
@@ -131,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Let everybody go on: all that was not cancelled ends with the tokens it gets when alone."""
         if not hasattr(self, "world"):
             return
-        for request in self._in(RequestState.PAUSED):
+        for request in self._in(RequestState.PAUSED, RequestState.PREEMPTED):
             self.world.resume(request)
         self.world.run()
         self.world.assert_idle()
@@ -146,8 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _live(self) -> list[Request]:
         return [r for r in self.world.requests if r.state is not RequestState.FINISHED]
 
-    def _in(self, state: RequestState) -> list[Request]:
-        return [r for r in self.world.requests if r.state is state]
+    def _in(self, *states: RequestState) -> list[Request]:
+        return [r for r in self.world.requests if r.state in states]
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
