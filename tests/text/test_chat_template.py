@@ -167,16 +167,12 @@ HOSTILE: Final = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 def conversation(template: str, texts: Sequence[str]) -> list[Message]:
     """Put four texts wherever a template may show them."""
     first, *parts, name = texts
-    call = {"function": {"name": name, "arguments": {name: name}}}
     content: Any = [{"type": "text", "text": part} for part in parts] if template == "looking" else "".join(parts)
+    call = {"function": {"name": name, "arguments": {name: name}}}
     return [
         {"role": "user", "content": first},
         {"role": "user", "content": content},
-        {
-            "role": "assistant",
-            "content": first,
-            "tool_calls": [{"function": {"name": name, "arguments": {name: name}}}],
-        },
+        {"role": "assistant", "content": first, "tool_calls": [call]},
     ]
 
 
