@@ -81,8 +81,9 @@ def test_a_task_cancelled_at_any_await_leaves_nothing_on_trio(call: str) -> None
     trio.run(main)
 
 
+@pytest.mark.parametrize("call", ["stream", "generate"])
 @both_loops
-def test_a_request_cancelled_while_it_waits_never_runs(library: str) -> None:
+def test_a_request_cancelled_while_it_waits_never_runs(library: str, call: str) -> None:
     """B02: not one of its prompt's tokens is computed."""
 
     async def main() -> None:
@@ -91,12 +92,22 @@ def test_a_request_cancelled_while_it_waits_never_runs(library: str) -> None:
             idle = await Idle.watch(engine)
             records: list[StepRecord] = []
             engine.add_step_listener(records.append)
+
+            async def wait(name: str) -> None:
+                if call == "generate":
+                    await engine.generate([7] * 5, max_tokens=20, request_id=name)
+                else:
+                    await engine.stream([7] * 5, max_tokens=20, request_id=name).result()
+
             with model.hold_at_step() as held:
                 running = [engine.stream([i] * 5, max_tokens=20, request_id=f"runs {i}") for i in range(2)]
                 await held.reached()
-                queued = [engine.stream([i] * 5, max_tokens=20, request_id=f"queued {i}") for i in range(5)]
-                for stream in queued:
-                    await stream.aclose()
+                async with anyio.create_task_group() as tasks:
+                    for place in range(5):
+                        tasks.start_soon(wait, f"queued {place}")
+                    while engine.stats().waiting < 5:
+                        await engine.check_integrity_async()
+                    tasks.cancel_scope.cancel()
             for stream in running:
                 assert len((await stream.result()).token_ids) == 20
             assert not [record for record in records if any("queued" in name for name in record.request_ids)]
