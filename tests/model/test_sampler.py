@@ -1,0 +1,264 @@
+"""The sampler against exact probabilities in float64, and against everything that a row must not depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.model.batch_tensors import BatchTensors
+from asyncllm.model.sampler import MIN_TEMPERATURE, sample, uniforms
+from asyncllm.scheduler.batch import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+VOCAB = 60
+DRAWS = 20_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """How one row's token is chosen."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+def choose(
+    logits: torch.Tensor, asks: Sequence[Ask], positions: Sequence[int] | None = None
+) -> tuple[list[int], list[bool]]:
+    """Sample rows by way of a staged batch, as a step does; a row's draw is for this position (1)."""
+    count, vocab = logits.shape
+    batch = Batch(
+        index=0,
+        slots=np.arange(count, dtype=np.int32),
+        starts=np.array(positions if positions is not None else np.ones(count), dtype=np.int32) - 1,
+        query_lens=np.ones(count, dtype=np.int32),
+        token_ids=np.zeros(count, dtype=np.int32),
+        sample_rows=np.arange(count, dtype=np.int32),
+        temperatures=np.array([ask.temperature for ask in asks], dtype=np.float32),
+        top_ps=np.array([ask.top_p for ask in asks], dtype=np.float32),
+        top_ks=np.array([ask.top_k for ask in asks], dtype=np.int32),
+        min_ps=np.array([ask.min_p for ask in asks], dtype=np.float32),
+        seeds=np.array([ask.seed for ask in asks], dtype=np.int64),
+        table_writes=np.zeros((3, 0), dtype=np.int32),
+        page_copies=np.zeros((2, 0), dtype=np.int32),
+    )
+    staging = BatchTensors(num_slots=count, max_pages=1, max_step_tokens=count, vocab_size=vocab, pinned=False)
+    with torch.inference_mode():
+        tokens, finite = sample(logits, staging.stage(batch).on_device(torch.device("cpu")))
+    return tokens.tolist(), finite.tolist()
+
+
+def random_logits(rows: int, vocab: int = VOCAB, *, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    """Give normal logits: float32 [rows, vocab]."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(rows, vocab, generator=generator, dtype=torch.float32, device="cpu") * scale
+
+
+def exact(logits: npt.NDArray[np.float64], ask: Ask) -> npt.NDArray[np.float64]:
+    """Return the probabilities that the documented rules give, by the plainest code: float64 [vocab]."""
+    scaled = logits / ask.temperature
+    weights = np.exp(scaled - scaled.max())
+    if 0 < ask.top_k < len(weights):
+        weights = np.where(weights >= np.sort(weights)[-ask.top_k], weights, 0.0)
+    if ask.top_p < 1.0:
+        mass, last = 0.0, weights.max()
+        for weight in np.sort(weights)[::-1]:
+            if mass >= ask.top_p * weights.sum():
+                break
+            mass, last = mass + weight, weight
+        weights = np.where(weights >= last, weights, 0.0)
+    weights = np.where(weights >= ask.min_p * weights.max(), weights, 0.0)
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+CASES = {
+    "plain": Ask(),
+    "temperature below 1": Ask(temperature=0.4),
+    "temperature above 1": Ask(temperature=2.5),
+    "top-k": Ask(top_k=5),
+    "top-p": Ask(top_p=0.7),
+    "min-p": Ask(min_p=0.1),
+    "temperature and top-k": Ask(temperature=1.8, top_k=7),
+    "temperature and top-p": Ask(temperature=1.8, top_p=0.6),
+    "temperature and min-p": Ask(temperature=1.8, min_p=0.2),
+    "top-k and top-p": Ask(top_k=8, top_p=0.8),
+    "top-k and min-p": Ask(top_k=6, min_p=0.05),
+    "top-p and min-p": Ask(top_p=0.9, min_p=0.15),
+    "all": Ask(temperature=1.5, top_k=20, top_p=0.85, min_p=0.04),
+}
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 700], ids=["few tokens", "more than the first candidates"])
+@pytest.mark.parametrize("name", CASES)
+def test_draws_are_distributed_as_the_exact_probabilities(name: str, vocab: int) -> None:
+    """A chi-square test of many draws: none outside what is kept, and within five deviations of the mean inside."""
+    ask = CASES[name]
+    logits = random_logits(1, vocab, seed=1)
+    expected = exact(logits[0].double().numpy(), ask) * DRAWS
+    rows = 500
+    counts = np.zeros(vocab)
+    for first in range(0, DRAWS, rows):
+        asks = [dataclasses.replace(ask, seed=first + row) for row in range(rows)]
+        tokens, _ = choose(logits.expand(rows, -1), asks)
+        counts += np.bincount(tokens, minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    degrees = len(wanted) - 1
+    chi_square = ((observed - wanted) ** 2 / wanted).sum()
+    assert degrees >= 1, "the case must leave something to chance"
+    assert abs(chi_square - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_rows_of_all_kinds_meet_in_one_batch_and_are_what_they_are_alone() -> None:
+    asks = [dataclasses.replace(ask, seed=place) for place, ask in enumerate(CASES.values())]
+    asks += [Ask(temperature=0.0), Ask(top_k=400), Ask(top_p=0.999), Ask(top_k=1), Ask(top_p=0.0)]
+    logits = random_logits(len(asks), 700, seed=2)
+    together, _ = choose(logits, asks)
+    alone = [choose(logits[row : row + 1], [ask])[0][0] for row, ask in enumerate(asks)]
+    assert together == alone
+
+
+def test_the_order_of_a_batch_changes_no_row() -> None:
+    asks = [dataclasses.replace(ask, seed=place) for place, ask in enumerate(CASES.values())]
+    logits, positions = random_logits(len(asks), seed=3), list(range(5, 5 + len(asks)))
+    tokens, _ = choose(logits, asks, positions)
+    order = np.random.default_rng(0).permutation(len(asks))
+    permuted, _ = choose(logits[order], [asks[row] for row in order], [positions[row] for row in order])
+    assert permuted == [tokens[row] for row in order]
+
+
+def test_a_draw_depends_on_seed_and_position() -> None:
+    logits = random_logits(1).expand(200, -1)
+    same, _ = choose(logits, [Ask(seed=7)] * 200, [9] * 200)
+    assert len(set(same)) == 1
+    by_seed, _ = choose(logits, [Ask(seed=seed) for seed in range(200)], [9] * 200)
+    by_position, _ = choose(logits, [Ask(seed=7)] * 200, list(range(1, 201)))
+    assert len(set(by_seed)) > 20
+    assert len(set(by_position)) > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-8, 9e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 50, "min_p": 0.01}])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature: float, filters: dict[str, float]) -> None:
+    logits = random_logits(50, 700, seed=4, scale=30.0)
+    ask = Ask(temperature=temperature, top_p=filters.get("top_p", 1.0), top_k=int(filters.get("top_k", 0)))
+    tokens, finite = choose(logits, [dataclasses.replace(ask, seed=row) for row in range(50)])
+    assert tokens == logits.argmax(dim=-1).tolist()
+    assert all(finite)
+
+
+def test_just_below_the_least_temperature_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(40, VOCAB, device="cpu")
+    logits[:, 10:20] = 1.0
+    below = float(np.nextafter(np.float32(MIN_TEMPERATURE), np.float32(0)))
+    assert choose(logits, [Ask(temperature=below, seed=row) for row in range(40)])[0] == [10] * 40
+    drawn = choose(logits, [Ask(temperature=2 * MIN_TEMPERATURE, seed=row) for row in range(40)])[0]
+    assert set(drawn) <= set(range(10, 20))
+    assert len(set(drawn)) > 3
+
+
+@pytest.mark.parametrize("ask", [Ask(top_p=0.0), Ask(top_p=1e-9), Ask(top_k=1), Ask(min_p=1.0)], ids=repr)
+def test_the_strictest_filters_keep_the_best_token(ask: Ask) -> None:
+    logits = random_logits(50, 700, seed=5)
+    tokens, _ = choose(logits, [dataclasses.replace(ask, seed=row) for row in range(50)])
+    assert tokens == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("ask", [Ask(top_k=VOCAB), Ask(top_k=VOCAB + 5), Ask(top_k=0), Ask(top_p=1.0)], ids=repr)
+def test_filters_that_are_off_change_nothing(ask: Ask) -> None:
+    logits = random_logits(50, seed=6)
+    plain, _ = choose(logits, [Ask(seed=row) for row in range(50)])
+    assert choose(logits, [dataclasses.replace(ask, seed=row) for row in range(50)])[0] == plain
+
+
+def test_min_p_alone_drops_nothing_by_rounding_of_top_p() -> None:
+    """With top-p off, the least likely token must stay possible although the sum before it rounds to all."""
+    logits = torch.zeros(1, 400, device="cpu")
+    logits[0, 7] = -25.0
+    assert exact(logits[0].double().numpy(), Ask(min_p=1e-12))[7] > 0
+    ask = Ask(min_p=1e-12)
+    from asyncllm.model.sampler import _draw_among
+
+    limits = [torch.tensor([value], device="cpu") for value in (ask.top_k, ask.top_p, ask.min_p)]
+    last = torch.tensor([1.0 - 2.0**-24], device="cpu")
+    token, _ = _draw_among(logits, limits, last, 400)
+    assert token.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("ask", "kept"), [(Ask(top_k=3), 5), (Ask(top_p=0.3), 5), (Ask(top_k=4, top_p=0.5), 5)], ids=repr
+)
+def test_equal_logits_stand_or_fall_together(ask: Ask, kept: int) -> None:
+    """The best, then four equal ones of which the filter's edge takes some: all stay."""
+    logits = torch.full((1, 700), -3.0, device="cpu")
+    logits[0, [5, 100, 300, 500, 650]] = torch.tensor([2.2, 2.0, 2.0, 2.0, 2.0])
+    tokens, _ = choose(logits.expand(2000, -1), [dataclasses.replace(ask, seed=row) for row in range(2000)])
+    assert len(set(tokens)) == kept
+
+
+def test_more_equal_logits_than_candidates_all_stay() -> None:
+    logits = torch.zeros(1, 700, device="cpu")
+    tokens, _ = choose(logits.expand(20000, -1), [Ask(top_k=10, seed=row) for row in range(20000)])
+    assert len(set(tokens)) == 700
+    tokens, _ = choose(logits.expand(2000, -1), [Ask(top_k=10, top_p=0.5, seed=row) for row in range(2000)])
+    assert max(tokens) > 600
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ask", [Ask(temperature=0.0), Ask(), Ask(top_p=0.9)], ids=["greedy", "plain", "filtered"])
+def test_a_row_that_is_not_finite_is_told_and_harms_no_other(ask: Ask, dtype: torch.dtype, bad: float) -> None:
+    logits = random_logits(3, seed=7).to(dtype)
+    expected, _ = choose(logits, [ask] * 3)
+    logits[1, 17] = bad
+    tokens, finite = choose(logits, [ask] * 3)
+    assert finite == [True, False, True]
+    assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
+    assert 0 <= tokens[1] < VOCAB
+
+
+def test_large_finite_float16_logits_are_finite() -> None:
+    """Their sum is beyond float16."""
+    _, finite = choose(torch.full((1, 700), 200.0, dtype=torch.float16, device="cpu"), [Ask(temperature=0.0)])
+    assert finite == [True]
+
+
+def test_logits_are_not_changed() -> None:
+    logits = random_logits(3, seed=8)
+    before = logits.clone()
+    choose(logits, [Ask(temperature=0.0), Ask(), Ask(top_p=0.5)])
+    assert torch.equal(logits, before)
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_seed_and_position() -> None:
+    seeds, positions = np.meshgrid(np.arange(300), np.arange(300))
+    numbers = uniforms(seeds.ravel().astype(np.int64), positions.ravel())
+    assert numbers.dtype == np.float32
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    grid = numbers.reshape(300, 300)
+    for table in (grid, grid[1:] - grid[:-1], grid[:, 1:] - grid[:, :-1]):  # neighbours differ by no pattern
+        bins, _ = np.histogram(table % 1.0, bins=64, range=(0.0, 1.0))
+        expected = table.size / 64
+        assert abs(((bins - expected) ** 2 / expected).sum() - 63) < 5 * (2 * 63) ** 0.5
+    assert abs(np.corrcoef(grid[1:].ravel(), grid[:-1].ravel())[0, 1]) < 0.02
+
+
+def test_uniform_numbers_are_these() -> None:
+    """They may never change: a seed's completion is promised to stay."""
+    numbers = uniforms(np.array([0, 1, 2**62], dtype=np.int64), np.array([1, 1, 4000], dtype=np.int32))
+    assert (numbers * 2**24).astype(np.int64).tolist() == []
