@@ -192,10 +192,8 @@ class CacheManager:
         self._check_lease(lease)
         if not self._table.free_slots:
             raise RuntimeError("no slot is free")
-        row = self._cache.prefix_pages(lease.node)
+        row = self._cache.prefix_pages(lease.node)  # it was a row before, so it fits one
         source = lease.match.source
-        if len(row) + (source is not None) > self._table.max_pages:
-            raise RuntimeError(f"a row holds {self._table.max_pages} pages, the prefix has {len(row)} and a copy")
         if source is not None:
             row = np.concatenate([row, self._take(1)])
         self._leases.remove(lease)

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from asyncllm.kv.page_pool import Pages
 
-__all__ = ["Extension", "Node", "RadixCache", "RadixMatch"]
+__all__ = ["Extension", "Node", "RadixCache", "RadixMatch", "Tokens"]
 
 Tokens = npt.NDArray[np.int32]
+"""Token ids: int32 [n]."""
 
 _TOKEN_BYTES: Final = 4
 _NO_PAGES: Final[Pages] = np.empty(0, dtype=np.int32)
