@@ -127,8 +127,7 @@ def _draw_among(
     total = torch.where(top_k >= vocab, scaled.exp().sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
     better = weights.cumsum(dim=-1) - weights  # the mass of better tokens
     last = (better < top_p * total).sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    kept &= (values >= values.gather(1, last)) | (top_p >= 1.0)
-    kept &= probabilities >= min_p
+    kept &= (values >= values.gather(1, last)) & (probabilities >= min_p)
     place = _invert(weights * kept, uniform)
     return ids.gather(1, place.unsqueeze(1)).squeeze(1), (complete & ~kept[:, -1:]).squeeze(1)
 
