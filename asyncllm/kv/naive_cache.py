@@ -39,9 +39,9 @@ class NaiveCache(RadixCache):
             return super().match(tokens, namespace)
         return RadixMatch(node=None, whole_pages=0, source=None, source_tokens=0)
 
-    def unlock(self, node: Node) -> Pages:
+    def unlock(self, node: Node, below: Node | None = None) -> Pages:
         """Undo one `lock`; return the pages that nobody leases any more: int32 [n]."""
-        super().unlock(node)
+        super().unlock(node, below)
         return self.evict(self.evictable_pages)
 
     def extend(self, held: Node, tokens: npt.NDArray[np.int32], pages: Pages) -> Extension:

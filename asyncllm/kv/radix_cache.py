@@ -181,24 +181,33 @@ class RadixCache:
             runs.append(node.pages)
         return np.concatenate(runs[::-1])
 
-    def lock(self, node: Node) -> None:
-        """Make the pages of `node` and of all above it unevictable, until as many `unlock`s."""
+    def lock(self, node: Node, below: Node | None = None) -> None:
+        """Make the pages of `node` and of all above it unevictable, until as many `unlock`s.
+
+        Args:
+            node: where the lock begins.
+            below: an ancestor that has this lock already, all above it included; None: nobody has.
+        """
         above: Node | None = node
-        while above is not None:
+        while above is not below and above is not None:
             if above.lock_count == 0:
                 self._evictable_pages -= len(above.pages)
                 self._leased_pages += len(above.pages)
             above.lock_count += 1
             above = above.parent
 
-    def unlock(self, node: Node) -> Pages:
+    def unlock(self, node: Node, below: Node | None = None) -> Pages:
         """Undo one `lock`.
+
+        Args:
+            node: where the lock begins.
+            below: an ancestor that keeps it, all above it included.
 
         Returns:
             int32 [n]: pages that the cache lets go with it.
         """
         above: Node | None = node
-        while above is not None:
+        while above is not below and above is not None:
             above.lock_count -= 1
             if above.lock_count == 0:
                 self._evictable_pages += len(above.pages)
@@ -225,7 +234,8 @@ class RadixCache:
         taken = sum(map(len, runs))
         if tail is not None and whole and not taken:
             self._rekey(tail, tokens[:size], tail.pages)
-            end, taken = tail, 1
+            base = end = tail
+            taken = 1
         if taken < whole:
             end = self._add(end, tokens[taken * size : whole * size], pages[taken:whole], superseded)
         rest = tokens[whole * size :]
@@ -235,9 +245,9 @@ class RadixCache:
                 self._rekey(tail, rest, tail.pages)
         elif len(rest) and not self._covered(end, rest):
             end = self._add(end, rest, pages[whole:], superseded)
-        if end is not held:
-            self.lock(end)
-            superseded.append(self.unlock(held))
+        self.lock(end, base)
+        if held is not base:
+            superseded.append(self.unlock(held, base))
         return Extension(
             end=end,
             taken_pages=whole,
