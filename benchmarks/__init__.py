@@ -1,0 +1,1 @@
+"""Measurements, each a command: see README.md beside."""
