@@ -31,7 +31,7 @@ class CUDAStep:
 
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        return bool(self._done.query())
 
     def call_when_done(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002 - a stream cannot call back
         """Return False: poll `done`, or block in `wait`."""
@@ -57,7 +57,7 @@ class CUDADevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._last: CUDAStep | None = None
 
     def submit(self, index: int, step: Callable[[], torch.Tensor]) -> CUDAStep:
@@ -65,7 +65,7 @@ class CUDADevice:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             # The stream's own pinned allocator gives memory out again only after the copies recorded on it.
             sampled = step().to("cpu", non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event()
             done.record(self._stream)
         self._last = CUDAStep(index, sampled, done)
         return self._last
