@@ -96,9 +96,9 @@ def _is_followable(stages: Sequence[dict[str, object]]) -> bool:
     if not kinds or kinds in (["Metaspace"], ["WordPiece"]):
         return True
     plain_replacements = all("String" in stage["pattern"] for stage in stages if stage["type"] == "Replace")  # type: ignore[operator]
-    one_space_in_front = all((stage["start"], stage["stop"]) == (1, 0) for stage in stages if stage["type"] == "Strip")
+    strips = [(stage["content"], stage["start"], stage["stop"]) for stage in stages if stage["type"] == "Strip"]
     in_order = re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse (Strip )?)?", "".join(f"{kind} " for kind in kinds))
-    return plain_replacements and one_space_in_front and in_order is not None
+    return plain_replacements and strips in ([], [(" ", 1, 0)]) and in_order is not None
 
 
 class _BytePieces(dict[int, "str | bytes"]):
@@ -258,9 +258,8 @@ class _TextStream:
             return ""
         before = self.finish() if self._run else ""
         if self._first:
-            context = self._pieces.context
-            self._first = context.strips and not piece
-            piece = context.first([token_id])
+            self._first = False
+            piece = self._pieces.context.first([token_id])
         return before + piece
 
     def pending(self) -> str:

@@ -33,10 +33,11 @@ _CORPUS: Final = (
 def tiny_tokenizer(name: str) -> Tokenizer:
     """Train the tokenizer of this name, one of `TINY_TOKENIZERS`.
 
-    `SPECIALS` are its special tokens, with the ids from 0 on; "<think>" is an added token that is not special.
+    `SPECIALS` are its special tokens, with the ids from 0 on; "<think>" and "<two words>" are added tokens that are
+    not special.
     """
     raw = TINY_TOKENIZERS[name]()
-    raw.add_tokens([AddedToken("<think>", normalized=False)])
+    raw.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "<two words>")])
     return raw
 
 

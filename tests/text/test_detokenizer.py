@@ -141,6 +141,19 @@ def test_character_that_the_prompt_began_and_nothing_completes_is_the_prompts(to
     assert REPLACEMENT not in text
 
 
+def test_text_ends_a_character_that_the_prompt_began(tokenizer: Tokenizers) -> None:
+    byte_level = tokenizer("byte level")
+    *half, last = byte_ids(byte_level._raw, "世".encode())
+    text = "".join(pieces(byte_level, [*byte_level.encode("The"), last], prompt=half))
+    assert text == f"The{REPLACEMENT}"
+
+
+@each
+def test_added_token_is_written_as_it_is(tokenizer: Tokenizers, name: str) -> None:
+    own = tokenizer(name)
+    assert "".join(pieces(own, [token(own, "<two words>")])) == "<two words>"
+
+
 @each_with_bytes
 def test_bytes_that_never_complete_are_replaced_at_the_end(tokenizer: Tokenizers, name: str) -> None:
     ids = byte_ids(tokenizer(name)._raw, b"ok\xe4\xbd")
@@ -259,6 +272,7 @@ def test_long_prompt_is_looked_at_from_its_end_only(tokenizer: Tokenizers, name:
         decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
         decoders.Sequence([decoders.Replace(Regex("a+"), "b"), decoders.Fuse()]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip("_", 1, 0)]),
     ],
     ids=repr,
 )
