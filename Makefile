@@ -27,7 +27,8 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(PY) -m mypy
 
 bench: $(VENV)/.dev $(VENV)/.model  ## measure, with a table at the end
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks.host_cost
+	$(PY) -m benchmarks.cpu_throughput --asyncllm $(PY) smollm2-135m-instruct
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) .coverage htmlcov .hypothesis .pytest_cache .mypy_cache .ruff_cache
