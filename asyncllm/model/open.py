@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from asyncllm.backend import Progress
     from asyncllm.config import EngineConfig
-    from asyncllm.model.attention.interface import AttentionBackend, Plan
+    from asyncllm.model.attention.interface import AttentionBackend
+    from asyncllm.model.model_config import ModelConfig
     from asyncllm.model.runner import Device
     from asyncllm.model.sizing import Sizes
     from asyncllm.text.tokenizer import Tokenizer
@@ -58,49 +59,33 @@ class TorchBackend:
         path = find_model(config.model, revision=config.revision, load_format=config.load_format, progress=progress)
         seed = secrets.randbits(63) if config.seed is None else config.seed
         with Checkpoint.open(path, load_format=config.load_format, seed=seed) as checkpoint:
+            model, generation = checkpoint.config, checkpoint.generation
             tokenizer = _tokenizer(config, path, progress)
-            dtype = choose_dtype(config.dtype, device, checkpoint=checkpoint.config.dtype)
+            dtype = choose_dtype(config.dtype, device, checkpoint=model.dtype)
             attention = choose_attention(config.attention_backend, device=device, dtype=dtype)
-            sizes = choose_sizes(
-                config,
-                checkpoint.config,
-                Memory(free=free_memory_bytes(device), total=total_memory_bytes(device)),
-                element_bytes=dtype.itemsize,
-                best_page_size=attention.default_page_size,
-                gpu=device.type == "cuda",
-            )
-            attention.check_page_size(sizes.page_size)
-            progress(_WEIGHTS, 0, checkpoint.config.num_layers)
+            sizes = _sizes(config, model, attention, device, dtype)
+            progress(_WEIGHTS, 0, model.num_layers)
             decoder = Decoder(
-                checkpoint.config,
+                model,
                 checkpoint.weights,
                 dtype=dtype,
                 device=device,
                 max_model_tokens=sizes.max_model_tokens,
                 on_layer=functools.partial(progress, _WEIGHTS),
             )
-        progress(_KV, 0, 1)
-        runner = _runner(config, decoder, attention, sizes)
-        try:
-            progress(_KV, 1, 1)
-            return OpenBackend(
-                runner=runner,
-                tokenizer=tokenizer,
-                model_config=checkpoint.config,
-                generation=checkpoint.generation.defaults,
-                eos_token_ids=checkpoint.config.eos_token_ids
-                | checkpoint.generation.eos_token_ids
-                | (tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
-                page_size=sizes.page_size,
-                num_pages=sizes.num_pages,
-                max_model_tokens=sizes.max_model_tokens,
-                step_token_budget=sizes.step_token_budget,
-                min_prefill_chunk=sizes.min_prefill_chunk,
-                resolved=_resolved(config, path, decoder, attention, sizes),
-            )
-        except BaseException:
-            runner.close()
-            raise
+        return OpenBackend(
+            runner=_runner(config, decoder, attention, sizes, progress),
+            tokenizer=tokenizer,
+            model_config=model,
+            generation=generation.defaults,
+            eos_token_ids=model.eos_token_ids | generation.eos_token_ids | _eos_token_ids(tokenizer),
+            page_size=sizes.page_size,
+            num_pages=sizes.num_pages,
+            max_model_tokens=sizes.max_model_tokens,
+            step_token_budget=sizes.step_token_budget,
+            min_prefill_chunk=sizes.min_prefill_chunk,
+            resolved=_resolved(config, path, decoder, attention, sizes),
+        )
 
 
 def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenizer | None:
@@ -113,7 +98,29 @@ def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenize
     return tokenizer
 
 
-def _runner(config: EngineConfig, decoder: Decoder, attention: AttentionBackend[Plan], sizes: Sizes) -> ModelRunner:
+def _eos_token_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    return frozenset() if tokenizer is None else tokenizer.eos_token_ids
+
+
+def _sizes(
+    config: EngineConfig, model: ModelConfig, attention: AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> Sizes:
+    sizes = choose_sizes(
+        config,
+        model,
+        Memory(free=free_memory_bytes(device), total=total_memory_bytes(device)),
+        element_bytes=dtype.itemsize,
+        best_page_size=attention.default_page_size,
+        gpu=device.type == "cuda",
+    )
+    attention.check_page_size(sizes.page_size)
+    return sizes
+
+
+def _runner(
+    config: EngineConfig, decoder: Decoder, attention: AttentionBackend, sizes: Sizes, progress: Progress
+) -> ModelRunner:
+    progress(_KV, 0, 1)
     device = _device(decoder.device, config.cpu_threads)
     try:
         runner = ModelRunner(
@@ -127,6 +134,7 @@ def _runner(config: EngineConfig, decoder: Decoder, attention: AttentionBackend[
         )
         if decoder.device.type == "cuda":  # steps run on a stream of their own
             torch.cuda.current_stream(decoder.device).synchronize()
+        progress(_KV, 1, 1)
         return runner
     except BaseException:
         device.close()
@@ -140,7 +148,7 @@ def _device(device: torch.device, cpu_threads: int | None) -> Device:
 
 
 def _resolved(
-    config: EngineConfig, path: Path, decoder: Decoder, attention: AttentionBackend[Plan], sizes: Sizes
+    config: EngineConfig, path: Path, decoder: Decoder, attention: AttentionBackend, sizes: Sizes
 ) -> dict[str, object]:
     load_format = "gguf" if path.is_file() else "safetensors"
     return {
