@@ -3,6 +3,8 @@
 Runs on the engine thread; owns the pool, the page table, the prefix cache and the copies not yet launched.
 Invariants: every page is free, owned by one request, or in the cache, never two of these; a row names only pages
 that its request owns or leases; what a request holds returns once, together, in `release`.
+
+Longer than most files, by its documentation: one class, since there is one door.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from asyncllm.kv.page_pool import PagePool
     from asyncllm.kv.page_table import PageTable
-    from asyncllm.kv.radix_cache import Node, RadixCache
+    from asyncllm.kv.radix_cache import RadixCache
+    from asyncllm.kv.radix_tree import Node
     from asyncllm.kv.request_pages import Lease, RequestPages
 
 __all__ = ["check"]

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from asyncllm.kv.radix_cache import Extension, Node, RadixCache, RadixMatch
+from asyncllm.kv.radix_cache import Extension, RadixCache, RadixMatch
+from asyncllm.kv.radix_tree import NO_PAGES
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from asyncllm.kv.page_pool import Pages
+    from asyncllm.kv.radix_tree import Node, Tokens
 
 __all__ = ["GROUP_PREFIX", "NaiveCache"]
 
@@ -33,7 +31,7 @@ class NaiveCache(RadixCache):
         """Whether requests of this namespace can match what another of it has computed: the samples of one prompt."""
         return namespace.startswith(GROUP_PREFIX)
 
-    def match(self, tokens: npt.NDArray[np.int32], namespace: str) -> RadixMatch:
+    def match(self, tokens: Tokens, namespace: str) -> RadixMatch:
         """Match within a group of samples, and nothing elsewhere."""
         if self.shares(namespace):
             return super().match(tokens, namespace)
@@ -44,9 +42,8 @@ class NaiveCache(RadixCache):
         super().unlock(node, below)
         return self.evict(self.evictable_pages)
 
-    def extend(self, held: Node, tokens: npt.NDArray[np.int32], pages: Pages) -> Extension:
+    def extend(self, held: Node, tokens: Tokens, pages: Pages) -> Extension:
         """Take pages within a group of samples, and nothing elsewhere."""
         if self.shares(held.namespace):
             return super().extend(held, tokens, pages)
-        none = np.empty(0, dtype=np.int32)
-        return Extension(end=held, taken_pages=0, present=none, kept_tail=False, superseded=none)
+        return Extension(end=held, taken_pages=0, present=NO_PAGES, kept_tail=False, superseded=NO_PAGES)

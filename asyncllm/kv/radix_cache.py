@@ -1,9 +1,7 @@
-"""The prefix cache: a radix tree of token runs, each with the pages that hold their KV.
+"""The prefix cache: which runs of tokens have KV, who has locked it, and what goes first when pages are short.
 
-Runs on the engine thread; owns the pages in the tree and who has locked them. Invariants: every edge begins at a
-page boundary and a run is whole pages, but for partial leaves, one page filled in part; a node's lock count is
-at least the sum of its children's; evictable + leased pages are all pages of the tree; every unlocked leaf is in
-the heap.
+Runs on the engine thread; owns the pages in its trees. Invariants: a node's lock count is at least the sum of its
+children's; evictable + leased pages are all pages of the trees; every unlocked leaf is in the heap.
 
 Source of the idea: RadixAttention of SGLang, in the form of mini-sglang's cache manager. Different here: a match
 may end inside a page, a lock ends where its match ends, and eviction takes as many pages as are missing.
@@ -11,74 +9,25 @@ may end inside a page, a lock ends where its match ends, and eviction takes as m
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+from asyncllm.kv.radix_tree import NO_PAGES, Node, RadixTree, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncllm.kv.page_pool import Pages
 
-__all__ = ["Extension", "Node", "RadixCache", "RadixMatch", "Tokens"]
-
-Tokens = npt.NDArray[np.int32]
-"""Token ids: int32 [n]."""
-
-_TOKEN_BYTES: Final = 4
-_NO_PAGES: Final[Pages] = np.empty(0, dtype=np.int32)
-_NO_PAGES.setflags(write=False)
-
-
-class Node:
-    """A run of tokens behind its parent's; a root has no tokens and no parent.
-
-    Attributes:
-        namespace: of the tree it is in.
-        parent: None for a root and for a node that was evicted.
-        tokens: int32 [n]; whole pages, or less than one page in a partial leaf.
-        pages: int32 [ceil(n / page_size)].
-        children: by the bytes of their first page's tokens, a partial leaf by all its tokens' bytes.
-        keys: the keys of `children` in order, where partial matches are possible (page_size > 1).
-        lock_count: leases on this node and on those below it.
-        last_used: the cache's counter when a match or an insertion last passed here.
-        serial: order of creation, breaks ties of `last_used`.
-        in_heap: whether the heap of unlocked leaves has an entry for it (perhaps an outdated one).
-    """
-
-    __slots__ = (
-        "children",
-        "in_heap",
-        "keys",
-        "last_used",
-        "lock_count",
-        "namespace",
-        "pages",
-        "parent",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(self, *, namespace: str, parent: Node | None, tokens: Tokens, pages: Pages, serial: int) -> None:
-        self.namespace = namespace
-        self.parent = parent
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        self.keys: list[bytes] = []
-        self.lock_count = 0
-        self.last_used = 0
-        self.serial = serial
-        self.in_heap = False
+__all__ = ["Extension", "RadixCache", "RadixMatch"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RadixMatch:
-    """What the tree has of some tokens.
+    """What the cache has of some tokens.
 
     Args:
         node: where the whole pages end; None if there are none.
@@ -113,7 +62,7 @@ class Extension:
 
 
 class RadixCache:
-    """Radix trees, one for each namespace.
+    """Keeps what requests have computed, for others to share.
 
     Args:
         page_size: tokens of a page.
@@ -121,10 +70,9 @@ class RadixCache:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._roots: dict[str, Node] = {}
+        self._tree = RadixTree(page_size)
         self._heap: list[tuple[int, int, Node]] = []  # last_used (perhaps outdated), serial, unlocked leaf
-        self._clock = 0
-        self._serial = 0
+        self._clock = 0  # counts matches and extensions: recency needs no more
         self._evictable_pages = 0
         self._leased_pages = 0
 
@@ -140,32 +88,29 @@ class RadixCache:
 
     def roots(self) -> Iterator[Node]:
         """Go over the trees; for checks, which walk them."""
-        return iter(self._roots.values())
+        return self._tree.roots()
 
     def root(self, namespace: str) -> Node:
-        """Find or make a namespace's root; lock it at once, or it may stay behind empty."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = self._new_node(namespace, None, _NO_PAGES, _NO_PAGES)
-        return root
+        """Find or make a namespace's root, to be locked at once: it goes when nothing is in it or holds it."""
+        return self._tree.root(namespace)
 
-    def shares(self, namespace: str) -> bool:  # noqa: ARG002
+    def shares(self, namespace: str) -> bool:  # noqa: ARG002 - the naive cache looks at it
         """Whether requests of this namespace can match what another of it has computed."""
         return True
 
     def match(self, tokens: Tokens, namespace: str) -> RadixMatch:
-        """Find the longest prefix of `tokens` (int32 [n]) that the tree has; refresh the recency of what matched.
+        """Find the longest prefix of `tokens` (int32 [n]) that is cached; refresh the recency of what matched.
 
         Nodes are split where the match ends, so that a lock on it pins nothing else.
         """
         self._clock += 1
-        root = self._roots.get(namespace)
+        root = self._tree.find_root(namespace)
         if root is None:
             return RadixMatch(node=None, whole_pages=0, source=None, source_tokens=0)
-        node, runs = self._descend(root, tokens)
+        node, runs = self._tree.descend(root, tokens, self._clock)
         whole_pages = sum(map(len, runs))
         end = whole_pages * self._page_size
-        source, source_tokens = self._closest_child(node, tokens[end : end + self._page_size])
+        source, source_tokens = self._tree.closest_child(node, tokens[end : end + self._page_size])
         return RadixMatch(
             node=node if runs else None,
             whole_pages=whole_pages,
@@ -214,26 +159,26 @@ class RadixCache:
                 self._leased_pages -= len(above.pages)
                 self._settle(above)
             above = above.parent
-        return _NO_PAGES
+        return NO_PAGES
 
     def extend(self, held: Node, tokens: Tokens, pages: Pages) -> Extension:
         """Take a request's pages behind the node that it holds, and move its lock to their end.
 
         Args:
-            held: a locked node; a partial leaf stays the page that the request writes on in.
+            held: a locked node; if a partial leaf, its page is the one that the request goes on writing to.
             tokens: int32 [n], the tokens behind the held whole pages, those of a held partial leaf included.
             pages: int32 [ceil(n / page_size)], the pages that hold them; the first is the partial leaf's, if held.
         """
         self._clock += 1
         size = self._page_size
         whole = len(tokens) // size
-        tail = held if len(held.tokens) % size else None
+        tail = held if self._tree.is_partial(held) else None
         base = held if tail is None or tail.parent is None else tail.parent
         superseded: list[Pages] = []
-        end, runs = self._descend(base, tokens[: whole * size])
+        end, runs = self._tree.descend(base, tokens[: whole * size], self._clock)
         taken = sum(map(len, runs))
         if tail is not None and whole and not taken:
-            self._rekey(tail, tokens[:size], tail.pages)
+            self._replace(tail, tokens[:size], tail.pages)
             base = end = tail
             taken = 1
         if taken < whole:
@@ -242,7 +187,7 @@ class RadixCache:
         if tail is not None and not whole:
             end = tail
             if len(rest) > len(tail.tokens) and not self._covered(base, rest):
-                self._rekey(tail, rest, tail.pages)
+                self._replace(tail, rest, tail.pages)
         elif len(rest) and not self._covered(end, rest):
             end = self._add(end, rest, pages[whole:], superseded)
         self.lock(end, base)
@@ -251,9 +196,9 @@ class RadixCache:
         return Extension(
             end=end,
             taken_pages=whole,
-            present=np.concatenate([_NO_PAGES, *runs]),
-            kept_tail=len(end.tokens) % size != 0,
-            superseded=np.concatenate([_NO_PAGES, *superseded]),
+            present=np.concatenate([NO_PAGES, *runs]),
+            kept_tail=self._tree.is_partial(end),
+            superseded=np.concatenate([NO_PAGES, *superseded]),
         )
 
     def evict(self, count: int) -> Pages:
@@ -262,60 +207,32 @@ class RadixCache:
         Returns:
             int32 [min(count, evictable_pages)].
         """
-        runs: list[Pages] = [_NO_PAGES]
+        runs: list[Pages] = [NO_PAGES]
         missing = min(count, self._evictable_pages)
         while missing:
             leaf = self._pop_leaf()
             if len(leaf.pages) > missing:
                 # What goes is the end. What stays is a new node: a match on the old one is void.
-                self._split(leaf, len(leaf.pages) - missing)
+                self._tree.split(leaf, len(leaf.pages) - missing)
             runs.append(leaf.pages)
             missing -= len(leaf.pages)
-            self._remove(leaf)
+            self._evictable_pages -= len(leaf.pages)
+            parent = leaf.parent
+            self._tree.remove(leaf)
+            if parent is not None:
+                self._settle(parent)
         return np.concatenate(runs)
-
-    def _descend(self, node: Node, tokens: Tokens) -> tuple[Node, list[Pages]]:
-        """Follow the whole pages of `tokens` from `node` down; split where they part; return the end and its pages."""
-        size = self._page_size
-        runs: list[Pages] = []
-        while len(tokens) >= size:
-            child = node.children.get(tokens[:size].tobytes())
-            if child is None:
-                break
-            common = _common_length(child.tokens, tokens) // size
-            if common < len(child.pages):
-                child = self._split(child, common)
-            child.last_used = self._clock
-            runs.append(child.pages)
-            tokens = tokens[common * size :]
-            node = child
-        return node, runs
-
-    def _closest_child(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
-        """Find the child with the longest common prefix with `tokens`, at most a page of them; its length in tokens.
-
-        Keys that share a prefix are neighbours in byte order, so the best one is next to where `tokens` would stand.
-        """
-        if not len(tokens) or not node.keys:
-            return None, 0
-        place = bisect.bisect_left(node.keys, tokens.tobytes())
-        best, best_length = b"", 0
-        for key in node.keys[max(place - 1, 0) : place + 1]:
-            length = _common_length(np.frombuffer(key, dtype=np.int32), tokens)
-            if length > best_length:
-                best, best_length = key, length
-        return (node.children[best], best_length) if best_length else (None, 0)
 
     def _use_first_page(self, node: Node) -> Node:
         """Refresh a node's first page alone; return the node that it is now."""
         if len(node.pages) > 1:
-            node = self._split(node, 1)
+            node = self._tree.split(node, 1)
         node.last_used = self._clock
         return node
 
     def _covered(self, node: Node, tokens: Tokens) -> bool:
         """Whether a child of `node` begins with `tokens`, less than a page of them; refresh it if so."""
-        child, length = self._closest_child(node, tokens)
+        child, length = self._tree.closest_child(node, tokens)
         if child is None or length < len(tokens):
             return False
         self._use_first_page(child)
@@ -323,78 +240,27 @@ class RadixCache:
 
     def _add(self, parent: Node, tokens: Tokens, pages: Pages, superseded: list[Pages]) -> Node:
         """Hang a new run under `parent`; an unlocked partial leaf whose tokens it begins with makes place for it."""
-        closest, length = self._closest_child(parent, tokens[: self._page_size])
-        if closest is not None and length == len(closest.tokens) and not closest.lock_count:
-            superseded.append(closest.pages)
-            self._evictable_pages += len(pages) - len(closest.pages)
-            self._rekey(closest, tokens, pages.copy())
-            node = closest
-        else:
-            # Copies: a view would keep all of a long prompt alive for the sake of one page.
-            node = self._new_node(parent.namespace, parent, tokens.copy(), pages.copy())
-            self._evictable_pages += len(pages)
-            self._link(node)
+        node, length = self._tree.closest_child(parent, tokens[: self._page_size])
+        if node is not None and length == len(node.tokens) and not node.lock_count:
+            superseded.append(node.pages)
+            self._evictable_pages += len(pages) - len(node.pages)
+            self._replace(node, tokens, pages)
+            return node
+        node = self._tree.add(parent, tokens, pages)
+        self._evictable_pages += len(pages)
         node.last_used = self._clock
         return node
 
-    def _split(self, node: Node, pages: int) -> Node:
-        """Cut a node after `pages` pages; return the upper part, a new node. The lower keeps identity and locks."""
-        tokens = pages * self._page_size
-        parent = node.parent
-        upper = self._new_node(node.namespace, parent, node.tokens[:tokens].copy(), node.pages[:pages].copy())
-        upper.lock_count = node.lock_count
-        upper.last_used = node.last_used
-        if parent is not None:
-            parent.children[self._key(upper)] = upper
-        node.parent = upper
-        node.tokens = node.tokens[tokens:].copy()
-        node.pages = node.pages[pages:].copy()
-        self._link(node)
-        return upper
-
-    def _rekey(self, leaf: Node, tokens: Tokens, pages: Pages) -> None:
-        self._unlink(leaf)
-        leaf.tokens = tokens.copy()
-        leaf.pages = pages
+    def _replace(self, leaf: Node, tokens: Tokens, pages: Pages) -> None:
+        self._tree.replace(leaf, tokens, pages)
         leaf.last_used = self._clock
-        self._link(leaf)
-
-    def _key(self, node: Node) -> bytes:
-        return node.tokens[: self._page_size].tobytes()
-
-    def _link(self, node: Node) -> None:
-        if node.parent is not None:
-            key = self._key(node)
-            node.parent.children[key] = node
-            if self._page_size > 1:
-                bisect.insort(node.parent.keys, key)
-
-    def _unlink(self, node: Node) -> None:
-        if node.parent is not None:
-            key = self._key(node)
-            del node.parent.children[key]
-            if self._page_size > 1:
-                del node.parent.keys[bisect.bisect_left(node.parent.keys, key)]
-
-    def _new_node(self, namespace: str, parent: Node | None, tokens: Tokens, pages: Pages) -> Node:
-        self._serial += 1
-        return Node(namespace=namespace, parent=parent, tokens=tokens, pages=pages, serial=self._serial)
-
-    def _remove(self, leaf: Node) -> None:
-        """Take an unlocked leaf out of the tree; its parent may become a leaf, a root without children goes."""
-        parent = leaf.parent
-        self._unlink(leaf)
-        leaf.parent = None
-        self._evictable_pages -= len(leaf.pages)
-        if parent is not None:
-            self._settle(parent)
 
     def _settle(self, node: Node) -> None:
         """Put a node that became an unlocked leaf where it belongs: in the heap, or, a root, away."""
         if node.lock_count or node.children:
             return
         if node.parent is None:
-            del self._roots[node.namespace]
+            self._tree.remove(node)
         elif not node.in_heap:
             self._push(node)
 
@@ -415,11 +281,3 @@ class RadixCache:
             if last_used == node.last_used:
                 return node
             self._push(node)
-
-
-def _common_length(one: Tokens, other: Tokens) -> int:
-    """Count how many tokens both begin with."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from asyncllm.kv.radix_cache import Node
+    from asyncllm.kv.radix_tree import Node
 
 __all__ = ["Lease", "PrefixMatch", "RequestPages", "StepWrites"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from asyncllm.kv.page_pool import Pages
-    from asyncllm.kv.radix_cache import Node
+    from asyncllm.kv.radix_tree import Node
     from asyncllm.kv.request_pages import PrefixMatch, StepWrites
 
 Cell = tuple[str, tuple[int, ...]]

@@ -8,13 +8,13 @@ import pytest
 
 from asyncllm.errors import IntegrityError
 from asyncllm.kv.cache_manager import CacheManager, RequestPages
-from asyncllm.kv.radix_cache import Node
+from asyncllm.kv.radix_tree import Node
 from helpers.tokens import ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asyncllm.kv.radix_cache import Tokens
+    from asyncllm.kv.radix_tree import Tokens
 
 
 class Scene:

@@ -66,3 +66,13 @@ def test_groups_do_not_share_with_one_another() -> None:
     prefill(cache, "abcdef", GROUP_PREFIX + "one")
     assert cache.match(ids("abcdef"), GROUP_PREFIX + "two").tokens == 0
     assert cache.match(ids("abcdef"), "").tokens == 0
+
+
+def test_who_shares_is_told() -> None:
+    """So that no request waits for another's pages in vain."""
+    cache = manager(4)
+    assert cache.shares(GROUP_PREFIX + "one")
+    assert not cache.shares("")
+    assert not cache.shares("a user's")
+    radix = CacheManager(num_pages=1, page_size=1, num_slots=1, max_pages_per_request=1, prefix_cache="radix")
+    assert radix.shares("")

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from asyncllm.kv import radix_cache
-from asyncllm.kv.radix_cache import Node, RadixCache, RadixMatch
+from asyncllm.kv import radix_tree
+from asyncllm.kv.radix_cache import RadixCache, RadixMatch
 from helpers.tokens import ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from asyncllm.kv.radix_tree import Node, Tokens
 
 
 def put(cache: RadixCache, tokens: str, pages: Iterable[int], namespace: str = "") -> list[int]:
@@ -282,14 +284,14 @@ def test_many_children_do_not_slow_a_match(monkeypatch: pytest.MonkeyPatch) -> N
     for index in range(3000):
         put(cache, chr(1000 + index) + "abc", [index])
     compared = 0
-    compare = radix_cache._common_length
+    compare = radix_tree.common_length
 
-    def counting(one: radix_cache.Tokens, other: radix_cache.Tokens) -> int:
+    def counting(one: Tokens, other: Tokens) -> int:
         nonlocal compared
         compared += 1
         return compare(one, other)
 
-    monkeypatch.setattr(radix_cache, "_common_length", counting)
+    monkeypatch.setattr(radix_tree, "common_length", counting)
     assert matched(cache, chr(2500) + "abX") == ([], [1500], 3)
     assert matched(cache, chr(2500) + "abc") == ([1500], [], 0)
     assert compared <= 4

@@ -11,11 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.kv.radix_cache import Node, RadixCache
+from asyncllm.kv.radix_cache import RadixCache
 from helpers.tokens import ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from asyncllm.kv.radix_tree import Node
 
 Key = tuple[str, tuple[int, ...]]
 """A page: its namespace, and all tokens from the beginning to its end."""
