@@ -16,16 +16,20 @@ if TYPE_CHECKING:
 
 __all__ = ["HeldStep", "StepFaults"]
 
-HANG_GUARD_SECONDS: Final = 60.0
+PATIENCE_SECONDS: Final = 60.0
 
 
 class HeldStep:
     """A step that stands before it reads anything, until it is released.
 
     Works from asyncio, trio and plain threads. As a context manager it releases the step when it is left.
+
+    Args:
+        patience_seconds: a step that is not released within them fails, so that a test that forgot it does not hang.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._patience_seconds = patience_seconds
         self._doors = Doors()
         self._reached: Reply[None] = Reply()
         self._released = threading.Event()
@@ -34,7 +38,7 @@ class HeldStep:
         """Wait in a task, on any event loop, until the step has begun and stands."""
         await self._reached.get(self._doors)
 
-    def wait_reached(self, timeout: float = HANG_GUARD_SECONDS) -> None:
+    def wait_reached(self, timeout: float = PATIENCE_SECONDS) -> None:
         """Block the calling thread until the step has begun and stands.
 
         Raises:
@@ -56,7 +60,8 @@ class HeldStep:
 
     def _stand(self) -> None:
         self._reached.set(None)
-        self._released.wait()
+        if not self._released.wait(self._patience_seconds):
+            raise TimeoutError(f"a held step was not released within {self._patience_seconds:g} seconds")
 
 
 class StepFaults:
@@ -69,10 +74,10 @@ class StepFaults:
         self._standing: HeldStep | None = None
         self._spoilt: dict[tuple[int, ...], int] = {}
 
-    def hold(self, step: int | None) -> HeldStep:
+    def hold(self, step: int | None, *, patience_seconds: float) -> HeldStep:
         """Arrange for a step to stand."""
         with self._lock:
-            return self._held.setdefault(step, HeldStep())
+            return self._held.setdefault(step, HeldStep(patience_seconds))
 
     def fail(self, step: int | None, error: BaseException) -> None:
         """Arrange for a step to raise."""

@@ -19,7 +19,7 @@ from asyncllm.config import check_pool_tokens, check_step_budget
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.model_config import ModelConfig
 from asyncllm.testing import vocabulary
-from asyncllm.testing.faults import StepFaults
+from asyncllm.testing.faults import PATIENCE_SECONDS, StepFaults
 from asyncllm.testing.paged_tokens import PagedTokens
 from asyncllm.testing.script import FunctionScript, HashedTokens, HashScript, ReplyScript
 
@@ -122,13 +122,16 @@ class ScriptedModel:
         progress("scripted model", 1, 1)
         return opened
 
-    def hold_at_step(self, step: int | None = None) -> HeldStep:
+    def hold_at_step(self, step: int | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> HeldStep:
         """Have a step stand before it reads anything, until it is released.
+
+        Closing the engine waits for it: release it first, best by `with model.hold_at_step() as held:`.
 
         Args:
             step: its number, from 0 at the engine's start; None: the next one that begins.
+            patience_seconds: the step fails with TimeoutError if it is not released within them.
         """
-        return self._faults.hold(step)
+        return self._faults.hold(step, patience_seconds=patience_seconds)
 
     def fail_at_step(self, step: int | None, error: BaseException) -> None:
         """Have a step raise `error`, as a device does that runs out of memory.

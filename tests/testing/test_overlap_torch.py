@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def tiny_decoder() -> Decoder:
-    model = make_reference(seed=3)
+    model = make_reference()
     source = TensorSource(model.state_dict())
     config = ModelConfig.from_hf(model.config.to_dict())
     return Decoder(config, source, dtype=torch.float32, device=CPU, max_model_tokens=128)
@@ -74,7 +74,7 @@ class TorchPoison:
         """See `Poison`."""
         model = self.runner._model
         assert model is not None
-        for tensor in (*model._kv.keys, *model._kv.values):
+        for tensor in (*model.kv.keys, *model.kv.values):
             self.device.do_in_order(functools.partial(self._fill, tensor, pages, float("nan")))
 
     def slots(self, slots: npt.NDArray[np.int64]) -> None:

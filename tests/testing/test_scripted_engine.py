@@ -112,6 +112,14 @@ def test_a_held_step_that_is_not_reached_says_so() -> None:
         ScriptedModel().hold_at_step(3).wait_reached(0)
 
 
+def test_a_held_step_that_nobody_releases_fails_instead_of_hanging() -> None:
+    model = ScriptedModel()
+    with scripted_engine(model) as engine:
+        model.hold_at_step(patience_seconds=0.01)
+        with pytest.raises(EngineFailedError, match="a held step was not released"):
+            asyncio.run(engine.generate("a"))
+
+
 def test_a_failing_step_fails_the_engine_and_a_new_start_works() -> None:
     async def main() -> None:
         model = ScriptedModel(default="yes")

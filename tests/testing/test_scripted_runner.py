@@ -175,7 +175,7 @@ def test_steps_end_in_launch_order_and_call_back_once(
     runner = make_runner(HashScript(HashedTokens()))
     order: list[int] = []
     last = threading.Event()
-    with faults.hold(1) as held:
+    with faults.hold(1, patience_seconds=60) as held:
         steps = [runner.launch(make_batch(i, [Row(0, 0, [65, 66])])) for i in range(3)]
         for place, step in enumerate(steps):
             assert step.call_when_done(lambda place=place: order.append(place))  # type: ignore[misc]
@@ -206,7 +206,7 @@ def test_close_lets_held_steps_go_and_runs_what_is_launched(
     make_runner: Callable[[Script], ScriptedRunner], faults: StepFaults
 ) -> None:
     runner = make_runner(HashScript(HashedTokens()))
-    held = [faults.hold(1), faults.hold(3)]
+    held = [faults.hold(1, patience_seconds=60), faults.hold(3, patience_seconds=60)]
     steps = [runner.launch(make_batch(i, [Row(0, 0, [65])])) for i in range(3)]
     held[0].wait_reached()
     runner.close()
