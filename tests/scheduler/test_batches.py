@@ -249,16 +249,17 @@ def _random_run(seed: int) -> list[dict[str, object]]:
         world.submit(make_request(number, prompt, draw.randrange(1, 12), priority=draw.randrange(2)))
         batches += [contents(step.batch) for step in world.steps(draw.randrange(3))]
         live = [request for request in world.requests if request.state is not RequestState.FINISHED]
-        if draw.random() < 0.2 and live:
-            world.end(draw.choice(live))
+        if draw.random() < 0.3:
+            for request in draw.sample(live, min(3, len(live))):
+                world.end(request)
     batches += [contents(step.batch) for step in world.steps()]
     world.assert_idle()
     return batches
 
 
 def test_the_same_calls_make_the_same_batches() -> None:
-    keep = [object() for _ in range(1000)]  # other addresses in the second run
     first = _random_run(1)
-    del keep
-    assert len(first) > 80
+    other_addresses = [make_request(number, 1) for number in range(999)]
     assert _random_run(1) == first
+    assert len(first) > 80
+    del other_addresses
