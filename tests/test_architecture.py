@@ -284,6 +284,13 @@ def test_the_architecture_page_names_every_module_and_no_other() -> None:
     assert named - there - tests == set()
 
 
+def test_the_architecture_page_names_tests_that_exist() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    missing = [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in sources]
+    assert missing == []
+
+
 def test_the_architecture_page_stays_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) < 200
 
