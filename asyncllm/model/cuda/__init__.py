@@ -1,0 +1,1 @@
+"""The GPU's own path: Triton kernels, CUDA graphs, and the runner that replays them."""

@@ -1,0 +1,162 @@
+"""The runner of a model on a GPU: batches in, sampled tokens out, a handful of calls a step.
+
+Runs on the engine thread; the steps run on the device's stream. Owns the model and its graphs. Invariant: at most
+two steps are launched and not read, and host memory takes turns by three: what a step reads or writes there is left
+alone until it is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from asyncllm.errors import EngineError
+from asyncllm.model.cuda.streams import step_stream
+from asyncllm.scheduler.batch import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from asyncllm.model.cuda.fused_model import FusedModel
+    from asyncllm.model.cuda.graphs import StepGraphs
+    from asyncllm.model.cuda.layouts import StepLayouts
+    from asyncllm.model.cuda.staging import StepStaging
+    from asyncllm.model.cuda.step_kernels import StepKernels
+    from asyncllm.scheduler.batch import Batch
+
+__all__ = ["CUDARunner", "CUDAStep"]
+
+_TURNS: Final = 3
+
+
+class CUDAStep:
+    """A step on the device's stream; a `LaunchedStep`.
+
+    Args:
+        index: the batch's number.
+        results: int32 [2, rows], pinned; right once `done` is.
+        places: int64 [samples]: the columns of `results` that were asked for.
+        done: recorded behind the copy of the results.
+    """
+
+    __slots__ = ("_done", "_index", "_places", "_results")
+
+    def __init__(
+        self, index: int, results: npt.NDArray[np.int32], places: npt.NDArray[np.int64], done: torch.cuda.Event
+    ) -> None:
+        self._index = index
+        self._results = results
+        self._places = places
+        self._done = done
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return bool(self._done.query())
+
+    def call_when_done(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002 - a stream cannot call back cheaply
+        """Return False: poll `done`, or block in `wait`."""
+        return False
+
+    def wait(self) -> None:
+        """Block until the step is done, with the GIL released."""
+        try:
+            self._done.synchronize()
+        except RuntimeError as error:
+            raise EngineError(
+                f"CUDA failed in a step: {error}. Nothing in this process can use the device any more: restart it"
+            ) from error
+
+    def result(self) -> StepResult:
+        """Return what was sampled. Blocks until done.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        self.wait()
+        tokens, finite = self._results[:, self._places].tolist()
+        return StepResult(index=self._index, token_ids=tuple(tokens), finite=tuple(map(bool, finite)))
+
+
+class CUDARunner:
+    """Run a model's steps; a `StepRunner`.
+
+    Args:
+        model: the model; the runner gives it up at `close`.
+        graphs: of its steps; closed with the runner.
+        kernels: for page copies, which are no part of a step.
+        layouts: the padded sizes.
+        staging: host memory for inputs.
+    """
+
+    def __init__(
+        self,
+        model: FusedModel,
+        graphs: StepGraphs,
+        kernels: StepKernels,
+        layouts: StepLayouts,
+        staging: StepStaging,
+    ) -> None:
+        self._model: FusedModel | None = model
+        self._graphs = graphs
+        self._kernels = kernels
+        self._layouts = layouts
+        self._staging = staging
+        self._device = model.input.device
+        self._stream = step_stream(self._device)
+        pinned = [torch.zeros(len(model.output), dtype=torch.int32, pin_memory=True) for _ in range(_TURNS)]
+        self._results: list[tuple[torch.Tensor, npt.NDArray[np.int32]]] = [(t, t.numpy()) for t in pinned]
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_TURNS)]
+        self._turn = 0
+        self._last: CUDAStep | None = None
+
+    def launch(self, batch: Batch) -> CUDAStep:
+        """Enqueue a step and return without waiting for it.
+
+        Raises:
+            RuntimeError: the runner is closed.
+        """
+        model = self._model
+        if model is None:
+            raise RuntimeError("the runner is closed")
+        layout = self._layouts.choose(batch, self._staging.tiles(batch))
+        staged = self._staging.stage(batch, layout)
+        self._turn = (self._turn + 1) % _TURNS
+        results, array = self._results[self._turn]
+        event, size = self._events[self._turn], 2 * layout.rows
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            if staged.late_writes.size or batch.page_copies.size:
+                self._write_pages(model, staged.late_writes, batch.page_copies)
+            model.input[: layout.size].copy_(staged.block, non_blocking=True)
+            self._graphs.run(layout)
+            results[:size].copy_(model.output[:size], non_blocking=True)
+            event.record(self._stream)
+        step = CUDAStep(batch.index, array[:size].reshape(2, layout.rows), staged.places, event)
+        staged.read_by(step)
+        self._last = step
+        return step
+
+    def close(self) -> None:
+        """Wait for what is launched, then give all memory back. Idempotent."""
+        if self._model is None:
+            return
+        try:
+            if self._last is not None:
+                self._last.wait()
+        finally:
+            self._model = self._last = None
+            self._graphs.close()
+            with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()
+
+    def _write_pages(self, model: FusedModel, writes: npt.NDArray[np.int32], copies: npt.NDArray[np.int32]) -> None:
+        """Do what finds no room in a padded step; rare, so it may take calls of its own."""
+        if writes.size:
+            slots, columns, pages = torch.from_numpy(writes.copy()).to(self._device)
+            model.pages.table[slots.long(), columns.long()] = pages
+        if copies.size:
+            sources, targets = torch.from_numpy(copies.copy()).to(self._device)
+            self._kernels.copy_pages(model.pages, sources, targets)

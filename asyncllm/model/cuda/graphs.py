@@ -1,0 +1,98 @@
+"""CUDA graphs of padded steps: captured once while an engine opens, replayed by one call each.
+
+Captured and replayed on the engine thread. Owns the graphs and the memory that they share. Invariant: a graph is
+captured in thread-local mode, so that other threads may allocate, free and synchronize meanwhile, and nothing of
+the process but this thread waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from asyncllm.model.cuda.streams import capturing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from asyncllm.model.cuda.step_layout import StepLayout
+
+__all__ = ["StepGraphs"]
+
+
+class StepGraphs:
+    """Capture steps, and run them by their graphs; a step without one runs as it is.
+
+    Args:
+        step: launches the step of a layout.
+        device: where.
+    """
+
+    def __init__(self, step: Callable[[StepLayout], None], device: torch.device) -> None:
+        self._step: Callable[[StepLayout], None] | None = step
+        self._device = device
+        self._graphs: dict[StepLayout, torch.cuda.CUDAGraph] = {}
+        self._pool: torch.cuda._POOL_HANDLE | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(
+        self,
+        layouts: Iterable[StepLayout],
+        prepare: Callable[[StepLayout], None],
+        on_captured: Callable[[int], None] = lambda _done: None,
+    ) -> None:
+        """Capture the steps of these layouts, the largest first, so that the others fit into its memory.
+
+        Args:
+            layouts: which.
+            prepare: fills a layout's inputs, on the current stream, with what may be run.
+            on_captured: told how many there are, after each; raises to stop.
+        """
+        step = self._open()
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
+        for done, layout in enumerate(sorted(layouts, key=lambda each: each.tokens, reverse=True), start=1):
+            with capturing(self._device) as stream, torch.inference_mode():
+                prepare(layout)
+                step(layout)  # libraries and kernels are loaded now: that cannot be captured
+                stream.synchronize()
+                self._graphs[layout] = _captured(functools.partial(step, layout), pool)
+            on_captured(done)
+
+    def run(self, layout: StepLayout) -> None:
+        """Enqueue a step on the current stream."""
+        graph = self._graphs.get(layout)
+        if graph is None:
+            self._open()(layout)
+        else:
+            graph.replay()
+
+    def close(self) -> None:
+        """Give the graphs and their memory back. Idempotent; nothing may be running."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._step = None
+
+    def _open(self) -> Callable[[StepLayout], None]:
+        if self._step is None:
+            raise RuntimeError("the graphs are closed")
+        return self._step
+
+
+def _captured(run: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torch.cuda.CUDAGraph:
+    """Capture what is launched on the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # that the capture is broken is no news
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph

@@ -1,0 +1,238 @@
+"""Which kernel does what in a step of a given size, and with which block sizes.
+
+Runs on the engine thread while it opens; owns nothing. Invariant: whatever the model's shape, the plan names only
+kernels that can compute it; torch's own products are the default.
+
+The sizes are the winners of measurements on an H200 with two shapes (hidden 1024 and 4096, head_dim 128); what won
+there in between, and what did not, is written in `benchmarks/gpu_notes.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from asyncllm.model.model_config import ModelConfig
+
+__all__ = [
+    "DecodeTile",
+    "OneRow",
+    "OneRowPlan",
+    "PromptTile",
+    "RowsPlan",
+    "StepPlan",
+    "Tiled",
+    "can_fuse",
+    "invariant_block",
+    "plan_step",
+    "row_sizes",
+    "token_sizes",
+]
+
+_LARGE_HIDDEN: Final = 2048
+_MOST_TILED_ROWS: Final = 64
+_PROGRAMS_ONE_ROW: Final = 128  # about one a multiprocessor
+_PROGRAMS: Final = 512
+_MOST_GROUP: Final = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OneRow:
+    """Block sizes of `one_row_product`."""
+
+    rows: int
+    tile: int
+    warps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled:
+    """Block sizes of `tiled_product`."""
+
+    block: int
+    width: int
+    tile: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTile:
+    """Block sizes of `decode_attention`."""
+
+    tile: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTile:
+    """Block sizes of `prompt_attention`."""
+
+    block: int = 128
+    tile: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OneRowPlan:
+    """A step of one row: five kernels a layer, each launched while the one before runs.
+
+    Args:
+        qkv, o, gate_up, down, head: the products.
+        decode: attention, with head norms, rope and the KV store inside.
+    """
+
+    qkv: OneRow
+    o: OneRow
+    gate_up: OneRow
+    down: OneRow
+    head: OneRow
+    decode: DecodeTile
+    dependent: Final = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowsPlan:
+    """A step of any number of rows; None stands for torch's own product.
+
+    Args:
+        qkv, o, gate_up, down, head: the products.
+        decode: attention of rows of one token.
+        fused: head norms, rope and the KV store happen inside of it.
+        dependent: kernels start before the one before has ended (programmatic dependent launch).
+    """
+
+    qkv: Tiled | None = None
+    o: Tiled | None = None
+    gate_up: Tiled | None = None
+    down: Tiled | None = None
+    head: Tiled | None = None
+    decode: DecodeTile
+    fused: bool = False
+    dependent: bool = False
+
+
+StepPlan: TypeAlias = OneRowPlan | RowsPlan
+
+
+def can_fuse(config: ModelConfig) -> bool:
+    """Tell whether the kernels take heads of this model's shape."""
+    power = config.head_dim & (config.head_dim - 1) == 0
+    return power and 32 <= config.head_dim <= 256 and config.num_heads // config.num_kv_heads <= _MOST_GROUP  # noqa: PLR2004
+
+
+def row_sizes(most: int) -> list[int]:
+    """Return the numbers of rows that decode steps are padded to: few where they differ little in time."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most + 64, 64)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def token_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens that mixed steps are padded to: two between powers of two."""
+    sizes = [size * 2**power // 4 for power in range(6, 24) for size in (4, 5, 6)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def plan_step(config: ModelConfig, rows: int, *, decodes: bool) -> StepPlan:
+    """Return the plan of a step.
+
+    Args:
+        config: the model's shape.
+        rows: of the step, padded.
+        decodes: whether every row has one token.
+    """
+    splits = decode_splits(rows, config.num_kv_heads)
+    if decodes and rows == 1 and (plan := _one_row_plan(config, splits)) is not None:
+        return plan
+    if decodes and rows <= _MOST_TILED_ROWS:
+        return _tiled_plan(config, rows, splits)
+    return RowsPlan(decode=DecodeTile(tile=64, splits=splits, warps=4, stages=2))
+
+
+def decode_splits(rows: int, kv_heads: int) -> int:
+    """Return into how many parts a row's keys are split, so that the multiprocessors have work."""
+    if rows == 1:
+        return _power(_PROGRAMS_ONE_ROW // kv_heads, most=32)
+    return _power(_PROGRAMS // (rows * kv_heads), most=16)
+
+
+def _one_row_plan(config: ModelConfig, splits: int) -> OneRowPlan | None:
+    """Return the plan for one row, unless a weight's shape makes its tiles too small to be fast."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    qkv_width = heads + 2 * config.num_kv_heads * config.head_dim
+    if hidden <= _LARGE_HIDDEN:
+        wishes = ((16, 1024, 4), (2, 2048, 4), (2, 1024, 2), (8, 1024, 4), (4, 1024, 4))
+    else:
+        wishes = ((4, 2048, 4), (4, 2048, 4), (2, 4096, 8), (4, 2048, 4), (4, 2048, 4))
+    shapes = ((qkv_width, hidden), (hidden, heads), (inner, hidden), (hidden, inner), (config.vocab_size, hidden))
+    fitted = (_one_row(*shape, *wish) for shape, wish in zip(shapes, wishes, strict=True))
+    products = [product for product in fitted if product is not None]
+    if len(products) < len(shapes):
+        return None
+    qkv, o, gate_up, down, head = products
+    tile = DecodeTile(tile=64, splits=splits, warps=4, stages=1)
+    return OneRowPlan(qkv=qkv, o=o, gate_up=gate_up, down=down, head=head, decode=tile)
+
+
+def _one_row(outputs: int, inputs: int, rows: int, tile: int, warps: int) -> OneRow | None:
+    """Fit block sizes to a weight: no tile may be cut; None if that makes them too small to be fast."""
+    while tile > 64 and inputs % tile:  # noqa: PLR2004
+        tile //= 2
+        rows *= 2
+    while rows > 1 and outputs % rows:
+        rows //= 2
+    return None if inputs % tile or inputs // tile > 16 else OneRow(rows=rows, tile=tile, warps=warps)  # noqa: PLR2004
+
+
+def _tiled_plan(config: ModelConfig, rows: int, splits: int) -> RowsPlan:
+    """Small models: own products throughout, in one chain of dependent launches; large ones: o and down alone."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    qkv_width = heads + 2 * config.num_kv_heads * config.head_dim
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64  # noqa: PLR2004
+    few = rows <= 16  # noqa: PLR2004
+    tile = DecodeTile(tile=32 if few else 64, splits=splits, warps=2 if few else 4, stages=3)
+    width, inner_tile, o_splits, stages = (32, 128, 4, 4) if few else (16, 256, 2, 3)
+    o = _tiled(hidden, heads, block, width, inner_tile, splits=o_splits, stages=stages)
+    down = _tiled(hidden, inner, block, 32, 256, splits=4, stages=3)
+    if hidden > _LARGE_HIDDEN:
+        return RowsPlan(o=o, down=down, decode=tile)
+    return RowsPlan(
+        qkv=_tiled(qkv_width, hidden, block, 32, 256, stages=3),
+        o=o,
+        gate_up=_tiled(inner, hidden, block, 32, 128, stages=3),
+        down=down,
+        decode=tile,
+        fused=few,
+        dependent=True,
+    )
+
+
+def _tiled(
+    outputs: int, inputs: int, block: int, width: int, tile: int, *, splits: int = 1, stages: int = 3
+) -> Tiled | None:
+    """Fit block sizes to a weight; None: leave the product to torch."""
+    while splits > 1 and inputs % splits:
+        splits //= 2
+    while tile > 32 and (inputs // splits) % tile:  # noqa: PLR2004
+        tile //= 2
+    if outputs % width or (inputs // splits) % tile:
+        return None
+    return Tiled(block=block, width=width, tile=tile, splits=splits, stages=stages)
+
+
+def _power(value: int, *, most: int) -> int:
+    """Return the largest power of two <= value, from 1 to `most`."""
+    return min(most, 1 << max(0, value.bit_length() - 1))
+
+
+def invariant_block(outputs: int, inputs: int) -> Tiled | None:
+    """Return the tiles of a product that are the same for every number of rows; None if the weight has no such."""
+    tile = next((tile for tile in (64, 32, 16) if inputs % tile == 0), None)
+    return None if tile is None else Tiled(block=64, width=128 if outputs >= 128 else 16, tile=tile)  # noqa: PLR2004
