@@ -1,8 +1,8 @@
 """A GPU as a device: one stream on which steps are enqueued in launch order.
 
-Made and used on the engine thread. Owns its stream, and pinned memory for results that takes turns. Invariant: the
-host reads a result only after the event behind its copy, and a result's memory is used again only after it was read
-or its step is done and forgotten.
+Made and used on the engine thread; owns nothing but its last step. Invariant: the host reads a result only after the
+event behind its copy. A result is in pinned memory, which torch gives to another only when no step holds it and the
+copies into it are done.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncllm.model.cuda.streams import step_stream
 from asyncllm.scheduler.batch import StepResult
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class CUDAStep:
 
 
 class CUDADevice:
-    """Enqueue steps on a stream.
+    """Enqueue steps on the device's stream.
 
     Args:
         device: which GPU.
@@ -57,13 +58,12 @@ class CUDADevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = step_stream(device)
         self._last: CUDAStep | None = None
 
     def submit(self, index: int, step: Callable[[], torch.Tensor]) -> CUDAStep:
         """Enqueue a step and the copy of what it samples, int64 [2, samples], to the host."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            # The stream's own pinned allocator gives memory out again only after the copies recorded on it.
             sampled = step().to("cpu", non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
