@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.gguf_tokenizer import gguf_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,11 +36,11 @@ _OLDER_FILES: Final = (
 )
 
 
-def load_tokenizer(path: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model.
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Load the tokenizer of a model's folder; that of a .gguf file is in its header, see `gguf_tokenizer`.
 
     Args:
-        path: the model's folder, or a .gguf file.
+        folder: the model's.
 
     Returns:
         The tokenizer; None if there is none.
@@ -51,23 +49,13 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         ModelLoadError: a file of the tokenizer cannot be read or is of a kind that is not supported; names it.
     """
     try:
-        if path.is_file():
-            return gguf_tokenizer(_gguf_settings(path))
-        if (path / "tokenizer.json").is_file():
-            return _from_tokenizer_json(path)
-        if any((path / name).is_file() for name in _OLDER_FILES):
-            return _from_older_files(path)
+        if (folder / "tokenizer.json").is_file():
+            return _from_tokenizer_json(folder)
+        if any((folder / name).is_file() for name in _OLDER_FILES):
+            return _from_older_files(folder)
     except ModelLoadError as error:
-        raise ModelLoadError(f"{path}: {error}") from error
+        raise ModelLoadError(f"{folder}: {error}") from error
     return None
-
-
-def _gguf_settings(path: Path) -> dict[str, object]:
-    try:
-        fields = gguf.GGUFReader(path).fields
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot be read as GGUF: {error}") from error
-    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
 
 
 def _from_tokenizer_json(folder: Path) -> Tokenizer:

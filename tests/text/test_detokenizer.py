@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.tokenizer import Tokenizer
-from helpers.tiny_tokenizers import TINY_TOKENIZERS, byte_ids
+from helpers.tiny_tokenizers import TINY_TOKENIZERS, byte_ids, tiny_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,6 +200,29 @@ def test_first_space_is_kept_after_a_prompt_and_stripped_without(tokenizer: Toke
     assert "".join(pieces(tokenizer(name), ids, prompt=tokenizer(name).encode("So"))) == " The fox"
     assert "".join(pieces(tokenizer(name), ids)) == "The fox"
     assert "".join(pieces(tokenizer(name), ids, prompt=[1])) == "The fox"
+
+
+def test_space_in_a_first_byte_token_is_stripped_too(tokenizer: Tokenizers) -> None:
+    sentencepiece = tokenizer("sentencepiece")
+    ids = byte_ids(sentencepiece._raw, b" \n")
+    assert "".join(pieces(sentencepiece, ids)) == "\n" == sentencepiece.decode(ids)
+    assert "".join(pieces(sentencepiece, ids, prompt=sentencepiece.encode("The"))) == " \n"
+
+
+def test_token_that_looks_like_a_byte_is_text_where_the_decoder_knows_no_bytes() -> None:
+    raw = tiny_tokenizer("wordpiece")
+    raw.add_tokens(["<0x41>"])
+    own = Tokenizer(raw)
+    assert "".join(pieces(own, [token(own, "<0x41>")])) == "<0x41>"
+
+
+@pytest.mark.parametrize(
+    ("text", "certain"), [("fox", "fox"), ("fox ", "fox"), ("fox n", "fox"), ("fox s", "fox s"), ("it 'v", "it")]
+)
+def test_clean_up_holds_back_no_more_than_it_may_change(tokenizer: Tokenizers, text: str, certain: str) -> None:
+    stream = tokenizer("wordpiece + clean-up").clean_up_stream()
+    assert stream is not None
+    assert stream.add(text) == certain
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.endswith("clean-up")])

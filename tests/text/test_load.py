@@ -1,4 +1,4 @@
-"""Finding a model's tokenizer: folders as transformers writes them, older ones, GGUF files."""
+"""Finding a model's tokenizer: folders as transformers writes them, and older ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
-import gguf
 import pytest
 import sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -221,28 +220,3 @@ def test_older_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
     with pytest.raises(ModelLoadError, match="cannot be converted"):
         load_tokenizer(tmp_path)
-
-
-def test_gguf_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_string("tokenizer.ggml.model", "gpt2")
-    writer.add_string("tokenizer.ggml.pre", "gpt-2")
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "ab", "</s>"])
-    writer.add_array("tokenizer.ggml.token_type", [1, 1, 1, 3])
-    writer.add_array("tokenizer.ggml.merges", ["a b"])
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    tokenizer = load(path)
-    assert tokenizer.encode("abb</s>") == [2, 1, 3]
-    assert tokenizer.eos_token_ids == {3}
-
-
-def test_file_that_is_no_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"no such thing" * 10)
-    with pytest.raises(ModelLoadError, match=r"model\.gguf: cannot be read as GGUF"):
-        load_tokenizer(path)
