@@ -110,10 +110,18 @@ def test_what_transformers_writes_is_read_as_transformers_means_it(architecture:
     assert (read.num_layers, read.num_heads, read.num_kv_heads, read.vocab_size) == (2, 4, 2, 96)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_biases_follow_attention_bias_and_mlp_bias(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "biases"),
+    [
+        ("llama", (True, True, True)),
+        ("mistral", (False, False, False)),
+        ("qwen2", (True, False, False)),
+        ("qwen3", (True, True, False)),
+    ],
+)
+def test_biases_follow_the_settings_that_an_architecture_knows(architecture: str, biases: tuple[bool, ...]) -> None:
     config = ModelConfig.from_hf(config_of(architecture, attention_bias=True, mlp_bias=True))
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, architecture == "llama")
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
 
 
 def test_head_dim_may_differ_from_hidden_size_by_heads() -> None:
@@ -266,7 +274,8 @@ def test_what_is_not_implemented_or_makes_no_sense_is_refused_by_name(changes: d
     ("architecture", "changes"),
     [
         ("mistral", {"sliding_window": 256}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 32}),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 32}),
+        ("qwen3", {"max_window_layers": 0, "sliding_window": 32}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 32}),
         ("qwen3", {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 32}),
         ("llama", {"quantization_config": None, "use_mrope": False, "partial_rotary_factor": 1.0}),
