@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -21,7 +22,8 @@ from helpers.idle import Idle
 from helpers.loops import both_loops, on_loop
 
 if TYPE_CHECKING:
-    from asyncllm import TokenStream
+    from asyncllm import EngineConfig, TokenStream
+    from asyncllm.backend import OpenBackend, Progress
 
 PROMPT = [10, 11, 12, 13, 14]
 
@@ -229,13 +231,12 @@ def test_a_mass_cancel_leaves_the_engine_idle_and_alive(library: str, kind: str,
 
 
 # Where a request can be when it is aborted: most requests that run, the prompt, and the step that stands.
-STATES: Final[dict[str, tuple[int, str | list[int], int]]] = {
+STATES: Final[dict[str, tuple[int, list[int], int]]] = {
     "queued behind a full batch": (1, PROMPT, 0),
     "in the first of three chunks": (1, list(range(180)), 0),
     "in a middle chunk": (1, list(range(180)), 1),
     "in the last chunk": (1, list(range(180)), 2),
     "decoding": (64, PROMPT, 3),
-    "not tokenized yet": (64, "x" * 3000, 0),
 }
 
 
@@ -253,10 +254,7 @@ def test_an_abort_works_in_every_state(state: str, overlap: bool) -> None:
             idle = await Idle.watch(engine)
             first = engine.stats().steps
             with model.hold_at_step(first + step) as held:
-                if state.startswith("queued"):
-                    engine.stream([1, 2, 3], max_tokens=30, request_id="ahead")
-                if isinstance(prompt, str):
-                    other = engine.stream([1, 2, 3], max_tokens=2)
+                ahead = engine.stream([1, 2, 3], max_tokens=30) if state.startswith("queued") else None
                 stream = engine.stream(prompt, max_tokens=30, request_id="it")
                 await held.reached()
                 assert engine.abort("it")
@@ -264,12 +262,56 @@ def test_an_abort_works_in_every_state(state: str, overlap: bool) -> None:
             completion = await stream.result()
             assert completion.finish_reason == "aborted"
             assert len(completion.token_ids) <= step
-            if isinstance(prompt, str):
-                await other.result()
-            engine.abort("ahead")
+            if ahead is not None:
+                assert len((await ahead.result()).token_ids) == 30
             await idle.check()
 
     asyncio.run(main())
+
+
+class SlowTextModel(ScriptedModel):
+    """A scripted model whose tokenizer stands at long texts until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def open(self, config: EngineConfig, progress: Progress) -> OpenBackend:
+        """See `Backend`."""
+        opened = super().open(config, progress)
+        assert opened.tokenizer is not None
+        encode = opened.tokenizer.encode
+
+        def slow_encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+            if len(text) > 1000:
+                self.reached.set()
+                assert self.released.wait(60)
+            return encode(text, add_special_tokens=add_special_tokens)
+
+        opened.tokenizer.encode = slow_encode  # type: ignore[method-assign]
+        return opened
+
+
+@both_loops
+def test_an_abort_works_before_the_prompt_is_tokenized(library: str) -> None:
+    """B09: in the state before all others; the text is never computed, and nobody waits for it."""
+
+    async def main() -> None:
+        model = SlowTextModel()
+        async with scripted_engine(model) as engine:
+            idle = await Idle.watch(engine)
+            computed = engine.stats().prompt_tokens
+            stream = engine.stream("x" * 3000, max_tokens=30)
+            model.reached.wait(60)
+            assert engine.abort(stream.request_id)
+            completion = await stream.result()
+            assert (completion.finish_reason, completion.token_ids) == ("aborted", ())
+            assert len((await engine.generate(PROMPT, max_tokens=2)).token_ids) == 2
+            model.released.set()
+            await idle.check()
+            assert engine.stats().prompt_tokens - computed < 100
+
+    on_loop(library, main)
 
 
 def test_random_cancels_never_reach_the_engine() -> None:
