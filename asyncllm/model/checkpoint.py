@@ -20,6 +20,8 @@ from asyncllm.model.weights import SafetensorsWeights, WeightSource
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from asyncllm.config import LoadFormat
 
 __all__ = ["Checkpoint"]
@@ -40,13 +42,14 @@ class Checkpoint:
     weights: WeightSource
 
     @classmethod
-    def open(cls, path: Path, *, load_format: LoadFormat, seed: int) -> Checkpoint:
+    def open(cls, path: Path, *, load_format: LoadFormat, seed: int, device: torch.device | None = None) -> Checkpoint:
         """Open a folder or a .gguf file; reads configs and headers only.
 
         Args:
             path: as `find_model` returns it.
             load_format: "dummy" takes the config alone; otherwise the path decides.
             seed: of dummy weights.
+            device: where dummy weights are made; None: on the CPU.
 
         Raises:
             ModelLoadError: the files are broken, contradict each other, or ask for what is not implemented.
@@ -62,7 +65,7 @@ class Checkpoint:
         if load_format == "dummy":
             if weights is not None:
                 weights.close()
-            weights = DummyWeights(config, seed=seed)
+            weights = DummyWeights(config, seed=seed, device=device)
         elif weights is None:
             weights = SafetensorsWeights(path)
         try:

@@ -30,9 +30,11 @@ class DummyWeights:
     Args:
         config: the shapes.
         seed: of all tensors together.
+        device: where tensors are put together, from numbers that are the same on all; None: the CPU.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         self._shapes = tensor_shapes(config)
         self._seed = seed
 
@@ -48,12 +50,13 @@ class DummyWeights:
         """Make one tensor, float32: norms of ones, everything else normal with variance 1 / columns."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=torch.float32, device="cpu")
+            return torch.ones(shape, dtype=torch.float32, device=self._device)
         generator = torch.Generator("cpu").manual_seed((self._seed + zlib.crc32(name.encode())) % 2**63)
         size = math.prod(shape)
         block = torch.randn(min(size, _BLOCK), generator=generator, dtype=torch.float32, device="cpu")
-        block *= shape[-1] ** -0.5
-        return block.repeat(-(-size // len(block)))[:size].view(shape)
+        block = (block * shape[-1] ** -0.5).to(self._device)
+        repeated: torch.Tensor = block.repeat(-(-size // len(block)))
+        return repeated[:size].view(shape)
 
     def close(self) -> None:
         """Do nothing: there is nothing to let go."""

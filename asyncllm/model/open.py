@@ -7,16 +7,19 @@ because `progress` did, no thread, file or memory of it stays.
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from asyncllm.backend import OpenBackend
+from asyncllm.errors import ConfigurationError
 from asyncllm.model.attention.choice import choose_attention
 from asyncllm.model.checkpoint import Checkpoint
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.cpu_threads import limit_torch_threads
+from asyncllm.model.cuda.availability import check_context, why_not_fused
 from asyncllm.model.cuda_device import CUDADevice
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.gguf_header import read_gguf_header
@@ -30,7 +33,7 @@ from asyncllm.text.load import load_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from asyncllm.backend import Progress
+    from asyncllm.backend import Progress, StepRunner
     from asyncllm.config import EngineConfig
     from asyncllm.model.attention.interface import AttentionBackend
     from asyncllm.model.model_config import ModelConfig
@@ -43,6 +46,9 @@ __all__ = ["TorchBackend"]
 _WEIGHTS: Final = "weights"
 _TOKENIZER: Final = "tokenizer"
 _KV: Final = "KV pool"
+_FUSED: Final = "triton"  # the attention backend of the GPU's own path
+
+log = logging.getLogger("asyncllm")
 
 
 class TorchBackend:
@@ -56,25 +62,18 @@ class TorchBackend:
             ConfigurationError: the settings do not fit the model or the machine.
         """
         device = choose_device(config.device)
+        if device.type == "cuda":
+            check_context(device)
         path = find_model(config.model, revision=config.revision, load_format=config.load_format, progress=progress)
         seed = secrets.randbits(63) if config.seed is None else config.seed
-        with Checkpoint.open(path, load_format=config.load_format, seed=seed) as checkpoint:
+        with Checkpoint.open(path, load_format=config.load_format, seed=seed, device=device) as checkpoint:
             model, generation = checkpoint.config, checkpoint.generation
             tokenizer = _tokenizer(config, path, progress)
             dtype = choose_dtype(config.dtype, device, checkpoint=model.dtype)
-            attention = choose_attention(config.attention_backend, device=device, dtype=dtype)
-            sizes = _sizes(config, model, attention, device, dtype)
-            progress(_WEIGHTS, 0, model.num_layers)
-            decoder = Decoder(
-                model,
-                checkpoint.weights,
-                dtype=dtype,
-                device=device,
-                max_model_tokens=sizes.max_model_tokens,
-                on_layer=functools.partial(progress, _WEIGHTS),
-            )
+            start = _start_fused if _runs_fused(config, model, device, dtype) else _start
+            runner, sizes, attention = start(config, checkpoint, device, dtype, progress)
         return OpenBackend(
-            runner=_runner(config, decoder, attention, sizes, progress),
+            runner=runner,
             tokenizer=tokenizer,
             model_config=model,
             generation=generation.defaults,
@@ -84,8 +83,65 @@ class TorchBackend:
             max_model_tokens=sizes.max_model_tokens,
             step_token_budget=sizes.step_token_budget,
             min_prefill_chunk=sizes.min_prefill_chunk,
-            resolved=_resolved(config, path, decoder, attention, sizes),
+            resolved={
+                "device": str(device),
+                "dtype": str(dtype).removeprefix("torch."),
+                "load_format": _load_format(config, path),
+                "cpu_threads": config.cpu_threads or torch.get_num_threads(),
+                "attention_backend": attention,
+                "kv_pool_tokens": sizes.pool_tokens,
+                "page_size": sizes.page_size,
+                "max_model_tokens": sizes.max_model_tokens,
+                "step_token_budget": sizes.step_token_budget,
+                "min_prefill_chunk": sizes.min_prefill_chunk,
+            },
         )
+
+
+def _runs_fused(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Decide whether a model runs on Triton's kernels.
+
+    Raises:
+        ConfigurationError: it cannot, and was asked to.
+    """
+    if config.attention_backend not in ("auto", _FUSED) or (
+        config.attention_backend == "auto" and device.type == "cpu"
+    ):
+        return False
+    reason = why_not_fused(model, device, dtype)
+    if reason is not None and config.attention_backend == _FUSED:
+        raise ConfigurationError(f"attention_backend={_FUSED!r}: Triton's kernels cannot be used: {reason}")
+    if reason is not None:
+        log.warning("Triton's kernels cannot be used: %s; %s runs on plain torch", reason, device)
+    return reason is None
+
+
+def _start_fused(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> tuple[StepRunner, Sizes, str]:
+    from asyncllm.model.cuda.open_fused import open_fused  # noqa: PLC0415 - Triton is not everywhere
+
+    runner, sizes = open_fused(
+        config, checkpoint.config, checkpoint.weights, device=device, dtype=dtype, progress=progress
+    )
+    return runner, sizes, _FUSED
+
+
+def _start(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> tuple[StepRunner, Sizes, str]:
+    attention = choose_attention(config.attention_backend, device=device, dtype=dtype)
+    sizes = _sizes(config, checkpoint.config, attention, device, dtype)
+    progress(_WEIGHTS, 0, checkpoint.config.num_layers)
+    decoder = Decoder(
+        checkpoint.config,
+        checkpoint.weights,
+        dtype=dtype,
+        device=device,
+        max_model_tokens=sizes.max_model_tokens,
+        on_layer=functools.partial(progress, _WEIGHTS),
+    )
+    return _runner(config, decoder, attention, sizes, progress), sizes, attention.name
 
 
 def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenizer | None:
@@ -147,19 +203,7 @@ def _device(device: torch.device, cpu_threads: int | None) -> Device:
     return CPUDevice() if cpu_threads is None else CPUDevice(functools.partial(limit_torch_threads, cpu_threads))
 
 
-def _resolved(
-    config: EngineConfig, path: Path, decoder: Decoder, attention: AttentionBackend, sizes: Sizes
-) -> dict[str, object]:
-    load_format = "gguf" if path.is_file() else "safetensors"
-    return {
-        "device": str(decoder.device),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
-        "load_format": "dummy" if config.load_format == "dummy" else load_format,
-        "cpu_threads": config.cpu_threads or torch.get_num_threads(),
-        "attention_backend": attention.name,
-        "kv_pool_tokens": sizes.pool_tokens,
-        "page_size": sizes.page_size,
-        "max_model_tokens": sizes.max_model_tokens,
-        "step_token_budget": sizes.step_token_budget,
-        "min_prefill_chunk": sizes.min_prefill_chunk,
-    }
+def _load_format(config: EngineConfig, path: Path) -> str:
+    if config.load_format == "dummy":
+        return "dummy"
+    return "gguf" if path.is_file() else "safetensors"

@@ -11,14 +11,30 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.model.cuda.tuning import can_fuse
 
 if TYPE_CHECKING:
     from asyncllm.model.model_config import ModelConfig
 
-__all__ = ["why_not_fused"]
+__all__ = ["check_context", "why_not_fused"]
 
 _CAPABILITY: Final = (8, 0)
+
+
+def check_context(device: torch.device) -> None:
+    """Find out whether this process can still use a GPU: some errors in a kernel end that for good.
+
+    Raises:
+        ModelLoadError: it cannot.
+    """
+    try:
+        torch.zeros(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"{device} cannot be used: {error}. If something on it failed before, restart the process"
+        ) from error
 
 
 def why_not_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:

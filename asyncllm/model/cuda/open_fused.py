@@ -1,4 +1,4 @@
-"""Puts the fused path together: weights, KV, kernels, graphs and the runner.
+"""Puts the fused path together: sizes, weights, KV, kernels, graphs and the runner.
 
 Runs on the engine thread while it opens; owns nothing once it has returned. Invariant: when it raises, by itself or
 because `progress` did, no graph and no memory of it stays.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from asyncllm.config import check_pool_tokens
 from asyncllm.model.cuda.compiling import compile_steps
 from asyncllm.model.cuda.cuda_runner import CUDARunner
 from asyncllm.model.cuda.fused_model import FusedModel
@@ -25,7 +24,9 @@ from asyncllm.model.cuda.memory import StepMemory, measure_steps, pool_pages
 from asyncllm.model.cuda.staging import StepStaging
 from asyncllm.model.cuda.streams import step_stream
 from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels, prompt_tile_tokens
-from asyncllm.model.cuda.tuning import plan_step
+from asyncllm.model.cuda.tuning import default_step_tokens, plan_step
+from asyncllm.model.decoder import Decoder
+from asyncllm.model.sizing import Memory, choose_sizes
 from asyncllm.scheduler.batch import Batch
 
 if TYPE_CHECKING:
@@ -35,52 +36,47 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.model.cuda.step_layout import StepLayout
     from asyncllm.model.cuda.tuning import StepPlan
-    from asyncllm.model.decoder import Decoder
+    from asyncllm.model.model_config import ModelConfig
+    from asyncllm.model.sizing import Sizes
+    from asyncllm.model.weights import WeightSource
 
-__all__ = ["FUSED", "PAGE_SIZE", "OpenFused", "open_fused"]
+__all__ = ["open_fused"]
 
-FUSED: Final = "triton"
-"""The name that `attention_backend` gives this path."""
-PAGE_SIZE: Final = 64
+_PAGE_SIZE: Final = 64  # as fast as any other; small ones share more and waste less, but need more table writes
+_WEIGHTS: Final = "weights"
 _KERNELS: Final = "kernels"
 _GRAPHS: Final = "CUDA graphs"
 _DEPENDENT_CAPABILITY: Final = (9, 0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OpenFused:
-    """A runner, and the size that its KV pool came to."""
-
-    runner: CUDARunner
-    num_pages: int
-
-
 class _Parts:
     """What has been made so far."""
 
-    def __init__(
-        self, config: EngineConfig, decoder: Decoder, *, page_size: int, step_tokens: int, max_tokens: int
-    ) -> None:
-        model, device = decoder.config, decoder.device
-        self.config = model
-        self.device = device
+    def __init__(self, config: EngineConfig, decoder: Decoder, sizes: Sizes) -> None:
+        self.device = decoder.device
         self._config = config
         self._decoder = decoder
-        self._page_size = page_size
-        self._max_tokens = max_tokens
-        self._tile_tokens = prompt_tile_tokens(model)
-        self.weights = FusedWeights.of(decoder)
+        self._sizes = sizes
+        self._tile_tokens = prompt_tile_tokens(decoder.config)
+        self._weights = FusedWeights.of(decoder)
         self.layouts = StepLayouts(
             max_rows=config.max_running_requests,
-            max_tokens=step_tokens,
+            max_tokens=sizes.step_token_budget,
             tile_tokens=self._tile_tokens,
             all_in_tiles=config.batch_invariant,
         )
         self.plans: dict[StepLayout, StepPlan] = {
-            layout: plan_step(model, layout.rows, decodes=layout.decodes) for layout in self.layouts.all()
+            layout: plan_step(decoder.config, layout.rows, decodes=layout.decodes) for layout in self.layouts.all()
         }
         parts = max(layout.rows * plan.decode.splits for layout, plan in self.plans.items())
-        self._scratch = AttentionScratch(model, rows=config.max_running_requests, parts=parts, device=device)
+        self._scratch = AttentionScratch(
+            decoder.config, rows=config.max_running_requests, parts=parts, device=decoder.device
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers."""
+        return KVPages.page_bytes(self._decoder.config, self._sizes.page_size, self._decoder.dtype)
 
     def kernels(self, *, compile_only: bool = False) -> dict[bool, TritonKernels]:
         """Make the kernels, for launches one after the other and for dependent ones."""
@@ -102,13 +98,13 @@ class _Parts:
         pages = KVPages(
             self._decoder.config,
             num_pages=num_pages,
-            page_size=self._page_size,
+            page_size=self._sizes.page_size,
             num_slots=self._config.max_running_requests,
-            max_model_tokens=self._max_tokens,
+            max_model_tokens=self._sizes.max_model_tokens,
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
-        weights = dataclasses.replace(self.weights, layers=self.weights.layers[:layers])
+        weights = dataclasses.replace(self._weights, layers=self._weights.layers[:layers])
         return FusedModel(weights, pages, kernels, self.plans, prompt_tiles_only=self._config.batch_invariant)
 
     def staging(self) -> StepStaging:
@@ -124,37 +120,67 @@ class _Parts:
 
 def open_fused(
     config: EngineConfig,
-    decoder: Decoder,
-    progress: Progress,
+    model: ModelConfig,
+    weights: WeightSource,
     *,
-    page_size: int,
-    step_tokens: int,
-    max_model_tokens: int,
-) -> OpenFused:
-    """Make the runner of a decoder whose weights are on a GPU.
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> tuple[CUDARunner, Sizes]:
+    """Load a model onto a GPU and make everything that its steps need.
 
     Args:
         config: the engine's settings.
-        decoder: its weights are taken over.
-        progress: told of the stages "kernels" and "CUDA graphs".
-        page_size: tokens of a page.
-        step_tokens: most tokens of a step.
-        max_model_tokens: most positions of a request.
+        model: the model's shape.
+        weights: read, not closed.
+        device: which GPU.
+        dtype: of weights, activations and KV.
+        progress: told of the stages "weights", "kernels" and "CUDA graphs".
 
     Raises:
-        ConfigurationError: the memory does not suffice.
+        ConfigurationError: the settings contradict the model, each other or the memory.
+        ModelLoadError: a tensor cannot be read.
     """
-    device = decoder.device
-    torch.cuda.current_stream(device).synchronize()  # the weights are there
-    with torch.cuda.device(device), torch.cuda.stream(step_stream(device)), torch.inference_mode():
-        parts = _Parts(config, decoder, page_size=page_size, step_tokens=step_tokens, max_tokens=max_model_tokens)
-        compile_only = parts.model(1, parts.kernels(compile_only=True), layers=2)
-        compile_steps(parts.plans, compile_only.step, functools.partial(progress, _KERNELS))
-        del compile_only
-        num_pages = _pool_pages(config, parts, page_size=page_size, max_tokens=max_model_tokens)
-        kernels = parts.kernels()
-        model, staging = parts.model(num_pages, kernels), parts.staging()
-        step_stream(device).synchronize()  # KV is zeroed
+    sizes = _sizes(config, model, device, dtype)
+    progress(_WEIGHTS, 0, model.num_layers)
+    with torch.cuda.device(device), torch.cuda.stream(step_stream(device)):
+        decoder = Decoder(
+            model,
+            weights,
+            dtype=dtype,
+            device=device,
+            max_model_tokens=sizes.max_model_tokens,
+            on_layer=functools.partial(progress, _WEIGHTS),
+        )
+        with torch.inference_mode():
+            return _open_runner(config, decoder, sizes, progress)
+
+
+def _sizes(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Sizes:
+    """Choose what the settings leave open; of the KV pool, the most that requests could fill."""
+    least = config.max_running_requests + (config.min_prefill_chunk or 0)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    budget = config.step_token_budget or max(least, default_step_tokens(model, processors))
+    return choose_sizes(
+        dataclasses.replace(config, step_token_budget=budget),
+        model,
+        Memory(free=None, total=None),
+        element_bytes=dtype.itemsize,
+        best_page_size=_PAGE_SIZE,
+        gpu=True,
+    )
+
+
+def _open_runner(config: EngineConfig, decoder: Decoder, sizes: Sizes, progress: Progress) -> tuple[CUDARunner, Sizes]:
+    device, parts = decoder.device, _Parts(config, decoder, sizes)
+    compile_only = parts.model(1, parts.kernels(compile_only=True), layers=2)
+    compile_steps(parts.plans, compile_only.step, functools.partial(progress, _KERNELS))
+    del compile_only
+    if config.kv_pool_tokens is None:
+        sizes = _sizes_measured(config, parts, sizes)
+    kernels = parts.kernels()
+    model, staging = parts.model(sizes.num_pages, kernels), parts.staging()
+    step_stream(device).synchronize()  # weights and KV are there: graphs are captured on another stream
     graphs = StepGraphs(model.step, device)
     try:
         if config.cuda_graphs:
@@ -164,28 +190,27 @@ def open_fused(
                 functools.partial(_fill_with_padding, model, staging),
                 lambda done: progress(_GRAPHS, done, len(layouts)),
             )
-        with torch.cuda.device(device):
             torch.cuda.empty_cache()
-        runner = CUDARunner(model, graphs, kernels[False], parts.layouts, staging)
+        return CUDARunner(model, graphs, kernels[False], parts.layouts, staging), sizes
     except BaseException:
         graphs.close()
         raise
-    return OpenFused(runner=runner, num_pages=num_pages)
 
 
-def _pool_pages(config: EngineConfig, parts: _Parts, *, page_size: int, max_tokens: int) -> int:
-    """Return the pages of the pool: as asked for, or what is left."""
-    if config.kv_pool_tokens is not None:
-        check_pool_tokens(config.kv_pool_tokens, page_size)
-        return config.kv_pool_tokens // page_size
+def _sizes_measured(config: EngineConfig, parts: _Parts, sizes: Sizes) -> Sizes:
+    """Return the sizes with what is left of the memory as the KV pool."""
     used = _measure(config, parts)
-    return pool_pages(
+    num_pages = pool_pages(
         parts.device,
         memory_fraction=config.memory_fraction,
         step_bytes=used.total(len(parts.plans) if config.cuda_graphs else 0),
-        page_bytes=KVPages.page_bytes(parts.config, page_size, parts.weights.embedding.dtype),
-        useful=config.max_running_requests * -(-max_tokens // page_size),
+        page_bytes=parts.page_bytes,
+        useful=sizes.num_pages,
     )
+    context = sizes.max_model_tokens
+    if config.max_model_tokens is None:
+        context = min(context, num_pages * sizes.page_size + 1)
+    return dataclasses.replace(sizes, num_pages=num_pages, max_model_tokens=context)
 
 
 def _measure(config: EngineConfig, parts: _Parts) -> StepMemory:

@@ -24,6 +24,7 @@ __all__ = [
     "StepPlan",
     "Tiled",
     "can_fuse",
+    "default_step_tokens",
     "invariant_block",
     "plan_step",
     "row_sizes",
@@ -35,6 +36,9 @@ _MOST_TILED_ROWS: Final = 64
 _PROGRAMS_ONE_ROW: Final = 128  # about one a multiprocessor
 _PROGRAMS: Final = 512
 _MOST_GROUP: Final = 16
+_STEP_SECONDS: Final = 0.016
+_OPERATIONS_PER_SECOND: Final = 5e12  # of a multiprocessor, in large products of 16 bits
+_MOST_STEP_TOKENS: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,20 @@ def token_sizes(most: int) -> list[int]:
     """Return the numbers of tokens that mixed steps are padded to: two between powers of two."""
     sizes = [size * 2**power // 4 for power in range(6, 24) for size in (4, 5, 6)]
     return [*(size for size in sizes if size < most), most]
+
+
+def default_step_tokens(config: ModelConfig, processors: int) -> int:
+    """Return how many tokens a step of prompts may have, so that neighbours' tokens wait for tens of milliseconds.
+
+    Args:
+        config: the model's shape.
+        processors: multiprocessors of the GPU.
+    """
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads  # q and o, k and v
+    operations = 2 * config.num_layers * hidden * (heads * width + 3 * inner)  # of a token
+    tokens = _STEP_SECONDS * _OPERATIONS_PER_SECOND * processors / operations
+    return min(_MOST_STEP_TOKENS, max(1, round(tokens / 128)) * 128)
 
 
 def plan_step(config: ModelConfig, rows: int, *, decodes: bool) -> StepPlan:
