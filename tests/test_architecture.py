@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import json
 import re
@@ -117,17 +118,20 @@ def runtime_imports(tree: ast.AST, *, at_start: bool = True) -> Iterator[Import]
                 yield from runtime_imports(node, at_start=at_start)
 
 
+@functools.cache
 def is_own_module(name: str) -> bool:
     """Whether a dotted name is a module of the package."""
     path = ROOT.joinpath(*name.split("."))
     return path.is_relative_to(PACKAGE) and (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file())
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     """Parse one source file."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@functools.cache
 def own_imports(path: Path) -> dict[str, bool]:
     """Map the package's modules that a file imports to whether it does so at its start."""
     found: dict[str, bool] = {}
