@@ -95,7 +95,8 @@ def test_a_tiny_model_gives_transformers_tokens(
     async def main() -> None:
         for chunk in CHUNKS:
             fields = engine_fields(prefix_cache, page_size, chunk, overlap=overlap)
-            async with Engine(tiny_case.model, backend=None, kv_pool_tokens=2048, debug_checks=True, **fields) as engine:
+            fields |= {"kv_pool_tokens": 2048, "debug_checks": True}
+            async with Engine(tiny_case.model, backend=None, **fields) as engine:
                 await check_equal(engine, tiny_case.prompts, tiny_case.expected, TINY_TOKENS)
 
     asyncio.run(main())
