@@ -72,6 +72,7 @@ def check(
         ([[1, 2, 3], [7], [1, 5, 6]], [10, 2, 12]),
         ([[1, 8, 3, 20, 13, 30, 5], [1, 8, 3, 20, 13, 30, 6]], [27, 26]),
         ([[4, 5, 6], [4, 5, 6]], [12, 12]),
+        ([[4, 5, 6], [4, 5, 6]], [5, 12]),
     ],
     ids=[
         "together",
@@ -82,6 +83,7 @@ def check(
         "a shared prefix with another row between",
         "a shared prefix of many runs",
         "all shared",
+        "what is shared is past one row's length",
     ],
 )
 def test_rows_of_one_token_attend_exactly_wherever_their_pages_lie(

@@ -34,7 +34,8 @@ _PARTIAL: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # 
 class _Part:
     """Rows of one token, and keys that all of them see."""
 
-    rows: torch.Tensor | int  # int64 [rows], or one row's number
+    rows: list[int]
+    index: torch.Tensor  # the same, int64 [rows]
     piece: Piece
 
 
@@ -79,12 +80,15 @@ class _FusedStep:
     def __init__(self, memory: PageMemory, parts: list[_Part], one_token_rows: int, chunks: list[_Chunk]) -> None:
         self._memory = memory
         self._parts = parts
+        self._one_token_count = one_token_rows
         self._chunks = chunks
         self._merge = _places(parts, one_token_rows)
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `StepAttention`."""
-        out = [self._one_token_rows(queries, keys, values)] if self._parts else []
+        out = []
+        if self._parts:
+            out.append(self._one_token_rows(queries[: self._one_token_count], keys, values))
         for chunk in self._chunks:
             k, v = self._memory.read(keys, values, chunk.piece)
             q = queries[chunk.first : chunk.last].transpose(0, 1).unsqueeze(0)  # [1, heads, queries, head_dim]
@@ -95,23 +99,34 @@ class _FusedStep:
         return torch.cat(out)
 
     def _one_token_rows(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attend with the rows of one token: [rows, num_heads, head_dim]."""
-        outs, sums = [], []
+        """Attend with the rows of one token: [rows, num_heads, head_dim].
+
+        The query heads of a key head are rows of the kernel, so that no key is repeated; so are rows that share a part.
+        """
+        count, heads, head_dim = queries.shape
+        grouped = queries.view(count, keys.shape[2], -1, head_dim)  # [rows, kv_heads, group, head_dim]
+        single = grouped.split(1)
+        if self._merge is None:
+            rows = zip(single, self._parts, strict=True)
+            pieces = ((q, *self._memory.read(keys, values, part.piece)) for q, part in rows)
+            return torch.cat([F.scaled_dot_product_attention(*piece) for piece in pieces]).view(count, heads, head_dim)
+        outs, log_sums = [], []
         for part in self._parts:
             k, v = self._memory.read(keys, values, part.piece)
-            q = queries[part.rows].view(-1, k.shape[1], queries.shape[1] // k.shape[1], queries.shape[2])
-            out, log_sums = _attend_part(q, k, v)
-            outs.append(out)
-            sums.append(log_sums)
-        if self._merge is None:
-            return torch.cat(outs)
+            if len(part.rows) == 1:
+                out, log_sum = _PARTIAL(single[part.rows[0]], k, v)
+            else:
+                out, log_sum = _attend_together(grouped[part.index], k, v)
+            outs.append(out)  # [rows, kv_heads, group, head_dim]
+            log_sums.append(log_sum)  # float32 [rows, kv_heads, group]
         places, absent = self._merge
-        weights = torch.cat(sums)[places].masked_fill_(absent, -torch.inf).softmax(dim=1)  # [rows, parts, heads]
-        return (torch.cat(outs)[places] * weights.unsqueeze(-1)).sum(dim=1).to(queries.dtype)
+        weights = torch.cat(log_sums)[places].masked_fill_(absent, -torch.inf).softmax(dim=1)
+        merged = (torch.cat(outs)[places] * weights.unsqueeze(-1)).sum(dim=1)
+        return merged.to(queries.dtype).view(count, heads, head_dim)
 
 
-def _attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from all of q's rows to all keys; the query heads of a key head are its rows, so that no key is repeated.
+def _attend_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from several rows to the same keys.
 
     Args:
         q: [rows, kv_heads, group, head_dim].
@@ -119,13 +134,12 @@ def _attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
         v: likewise.
 
     Returns:
-        [rows, heads, head_dim], and the logarithms of the softmax's sums, float32 [rows, heads].
+        q's shape, and the logarithms of the softmax's sums, float32 [rows, kv_heads, group].
     """
     rows, kv_heads, group, head_dim = q.shape
     out, log_sums = _PARTIAL(q.transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim), k, v)
-    out = out[0].view(kv_heads, rows, group, head_dim).transpose(0, 1)
-    log_sums = log_sums[0].reshape(kv_heads, rows, group).transpose(0, 1)
-    return out.reshape(rows, kv_heads * group, head_dim), log_sums.reshape(rows, kv_heads * group)
+    by_row = out.view(kv_heads, rows, group, head_dim).transpose(0, 1)
+    return by_row, log_sums.reshape(kv_heads, rows, group).transpose(0, 1)
 
 
 def _parts(table: Ints, kv_lens: Ints, page_size: int) -> list[_Part]:
@@ -137,13 +151,12 @@ def _parts(table: Ints, kv_lens: Ints, page_size: int) -> list[_Part]:
     for rows in same_start.values():
         shared = _shared_pages(table[rows], kv_lens[rows], page_size) if len(rows) > 1 else 0
         if shared:
-            together = torch.tensor(rows, dtype=torch.int64, device="cpu")
-            parts += _in_pieces(together, table[rows[0], :shared], shared * page_size, page_size)
+            parts += _in_pieces(rows, table[rows[0], :shared], shared * page_size, page_size)
         for row in rows:
             kv_len = int(kv_lens[row])
             own = table[row, shared : -(-kv_len // page_size)]
             if len(own):
-                parts += _in_pieces(row, own, kv_len - shared * page_size, page_size)
+                parts += _in_pieces([row], own, kv_len - shared * page_size, page_size)
     return parts
 
 
@@ -154,15 +167,15 @@ def _shared_pages(table: Ints, kv_lens: Ints, page_size: int) -> int:
     return min(common, int(kv_lens.min()) // page_size)
 
 
-def _in_pieces(rows: torch.Tensor | int, pages: Ints, tokens: int, page_size: int) -> list[_Part]:
+def _in_pieces(rows: list[int], pages: Ints, tokens: int, page_size: int) -> list[_Part]:
     """Make a part of each run of pages, or one of all."""
-    runs = runs_of(pages)
+    runs, index = runs_of(pages), torch.tensor(rows, dtype=torch.int64, device="cpu")
     if len(runs) > _MOST_RUNS:
-        return [_Part(rows=rows, piece=Piece.of(pages, tokens))]
+        return [_Part(rows=rows, index=index, piece=Piece.of(pages, tokens))]
     parts = []
     for run in runs:
         here = min(tokens, len(run) * page_size)
-        parts.append(_Part(rows=rows, piece=Piece.of(run, here)))
+        parts.append(_Part(rows=rows, index=index, piece=Piece(page=int(run[0]), pages=None, tokens=here)))
         tokens -= here
     return parts
 
@@ -171,20 +184,20 @@ def _places(parts: Sequence[_Part], count: int) -> tuple[torch.Tensor, torch.Ten
     """Find each row's parts among all parts' rows.
 
     Returns:
-        int64 [rows, most parts], where they are, and bool [rows, most parts, 1], which are absent; None where each
-        row is one part, in order.
+        int64 [rows, most parts], where they are, and bool [rows, most parts, 1, 1], which are absent; None where
+        each row is one part, in order.
     """
     of_row: list[list[int]] = [[] for _ in range(count)]
     place = 0
     for part in parts:
-        for row in [part.rows] if isinstance(part.rows, int) else part.rows.tolist():
+        for row in part.rows:
             of_row[row].append(place)
             place += 1
-    most = max(map(len, of_row), default=0)
-    if of_row == [[row] for row in range(count)]:
+    if [part.rows for part in parts] == [[row] for row in range(count)]:
         return None
+    most = max(map(len, of_row))
     padded = np.array([places + [-1] * (most - len(places)) for places in of_row], dtype=np.int64)
-    return torch.from_numpy(padded.clip(min=0)), torch.from_numpy(padded < 0).unsqueeze(-1)
+    return torch.from_numpy(padded.clip(min=0)), torch.from_numpy(padded < 0)[..., None, None]
 
 
 def _causal_mask(queries: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor:

@@ -65,19 +65,20 @@ class PageMemory:
             values: likewise.
             piece: what to read.
         """
-        if piece.pages is None:
-            return _at(keys, piece.page, piece.tokens), _at(values, piece.page, piece.tokens)
-        count = len(piece.pages)
+        page = piece.page
+        if piece.pages is not None:
+            keys, values = self._copy(keys, values, piece.pages)
+            page = 0
+        stride = keys.stride()
+        size = (1, keys.shape[2], piece.tokens, keys.shape[3])
+        strides, start = (0, stride[2], stride[1], stride[3]), page * stride[0]
+        return keys.as_strided(size, strides, start), values.as_strided(size, strides, start)
+
+    def _copy(self, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(pages)
         if not self._copied or len(self._copied[0]) < count:
             shape = (2 * count, *keys.shape[1:])
             self._copied = [torch.empty(shape, dtype=keys.dtype, device=keys.device) for _ in range(2)]
         for pool, copied in zip((keys, values), self._copied, strict=True):
-            torch.index_select(pool, 0, piece.pages, out=copied[:count])
-        return _at(self._copied[0], 0, piece.tokens), _at(self._copied[1], 0, piece.tokens)
-
-
-def _at(pool: torch.Tensor, page: int, tokens: int) -> torch.Tensor:
-    """View tokens from the start of a page on: [1, num_kv_heads, tokens, head_dim]."""
-    _, _, kv_heads, head_dim = pool.shape
-    stride = pool.stride()
-    return pool.as_strided((1, kv_heads, tokens, head_dim), (0, stride[2], stride[1], stride[3]), page * stride[0])
+            torch.index_select(pool, 0, pages, out=copied[:count])
+        return self._copied[0], self._copied[1]
