@@ -1,0 +1,225 @@
+"""Tokens a second of one GPU through the engine's streams, with random weights in published shapes.
+
+    python -m benchmarks.gpu_throughput [--shapes qwen3-0.6b,qwen3-8b] [--workloads offline,single,prefix,life]
+        [--repeats 3] [--parts] [--profile] [--set NAME=VALUE ...]
+
+Every token goes to an asyncio task of its own request. Prints a JSON line a run, then a table of medians beside
+what peers were measured to do on an H200. `--parts` adds what the engine thread spends in each part of a step,
+`--profile` which kernels take the GPU's time; both slow the runs down, so take the rates from runs without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import collections
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from asyncllm import Engine, SamplingParams
+from asyncllm.engine_loop import EngineLoop
+from asyncllm.live_requests import LiveRequests
+from asyncllm.model.cuda.cuda_runner import CUDARunner, CUDAStep
+from asyncllm.model.cuda.graphs import StepGraphs
+from asyncllm.model.cuda.staging import StepStaging
+from asyncllm.scheduler.scheduler import Scheduler
+from benchmarks.gpu_workloads import SHAPES, WORKLOADS, Ask, write_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# Output tokens a second on an H200: vLLM 0.26 streaming (AsyncLLM) and blocking (LLM), nano-vllm.
+PEERS = {
+    ("qwen3-0.6b", "offline"): {"vllm-async": 16162, "vllm": 20881, "nano-vllm": 19202},
+    ("qwen3-0.6b", "single"): {"vllm-async": 225, "vllm": 522, "nano-vllm": 372},
+    ("qwen3-0.6b", "prefix"): {"vllm-async": 10411, "vllm": 12439, "nano-vllm": 11510},
+    ("qwen3-8b", "offline"): {"vllm-async": 9347, "vllm": 9666, "nano-vllm": 8610},
+    ("qwen3-8b", "single"): {"vllm-async": 189, "vllm": 190, "nano-vllm": 161},
+}
+ENGINE = {"load_format": "dummy", "dtype": "bfloat16", "max_running_requests": 256, "max_model_tokens": 4096, "seed": 0}
+
+
+async def stream_one(engine: Engine, ask: Ask, stamps: list[float], began: float) -> None:
+    """Read one request's tokens, noting when each came."""
+    if ask.start_seconds:
+        await asyncio.sleep(max(0.0, began + ask.start_seconds - time.perf_counter()))
+        stamps.append(time.perf_counter())
+    params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, ignore_eos=True)
+    async with engine.stream(ask.prompt, params) as stream:
+        async for _ in stream:
+            stamps.append(time.perf_counter())
+            if ask.leave_after is not None and len(stamps) > ask.leave_after:
+                break
+
+
+async def run_once(engine: Engine, asks: list[Ask]) -> dict[str, float]:
+    """Run a workload; return its figures."""
+    stamps: list[list[float]] = [[] for _ in asks]
+    steps, began = engine.stats().steps, time.perf_counter()
+    await asyncio.gather(*(stream_one(engine, ask, own, began) for ask, own in zip(asks, stamps, strict=True)))
+    seconds = time.perf_counter() - began
+    starts = [own.pop(0) if ask.start_seconds else began for ask, own in zip(asks, stamps, strict=True)]
+    gaps = sorted(later - earlier for own in stamps for earlier, later in itertools.pairwise(own))
+    firsts = sorted(own[0] - start for own, start in zip(stamps, starts, strict=True))
+    tokens = sum(map(len, stamps))
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "steps": engine.stats().steps - steps,
+        "ttft_p50_ms": 1e3 * firsts[len(firsts) // 2],
+        "ttft_p99_ms": 1e3 * firsts[int(0.99 * (len(firsts) - 1))],
+        "itl_p50_ms": 1e3 * gaps[len(gaps) // 2],
+        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+        "itl_max_ms": 1e3 * gaps[-1],
+    }
+
+
+@contextlib.contextmanager
+def timed_parts(seconds: dict[str, float]) -> Iterator[None]:
+    """Have the time that the engine thread spends in each part added up."""
+    places: list[tuple[type[Any], str, str]] = [
+        (Scheduler, "schedule", "schedule"),
+        (CUDARunner, "launch", "launch"),
+        (StepStaging, "stage", "launch: stage"),
+        (StepGraphs, "run", "launch: replay"),
+        (CUDAStep, "wait", "wait"),
+        (EngineLoop, "_commit_oldest", "commit all"),
+        (Scheduler, "commit", "commit: scheduler"),
+        (LiveRequests, "advance", "commit: advance"),
+        (LiveRequests, "deliver", "commit: deliver"),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+
+    def clocked(function: Callable[..., object], part: str) -> Callable[..., object]:
+        def run(*arguments: object, **named: object) -> object:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                seconds[part] += time.perf_counter() - began
+
+        return run
+
+    try:
+        for (owner, name, function), (_, _, part) in zip(originals, places, strict=True):
+            setattr(owner, name, clocked(function, part))
+        yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+async def show_parts(engine: Engine, shape: str, workload: str) -> None:
+    """Run once with clocks in the engine thread."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    with timed_parts(seconds):
+        figures = await run_once(engine, WORKLOADS[workload](seed=1))
+    steps = figures["steps"]
+    parts = {part: round(1e6 * value / steps, 1) for part, value in seconds.items()}
+    whole = round(1e6 * figures["seconds"] / steps, 1)
+    print(json.dumps({"shape": shape, "workload": workload, "us_per_step": whole, "parts_us": parts}), flush=True)
+
+
+async def show_kernels(engine: Engine, shape: str, workload: str) -> None:
+    """Run once under torch's profiler; print the GPU's busy share and where its time goes."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        figures = await run_once(engine, WORKLOADS[workload](seed=1))
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    line = {"shape": shape, "workload": workload, "gpu_busy_share": round(busy / figures["seconds"], 3)}
+    print(json.dumps(line), flush=True)
+    for event in events[:16]:
+        share = event.self_device_time_total / 1e6 / busy
+        each = event.self_device_time_total / event.count
+        print(f"    {100 * share:5.1f} %  {event.count:7d} x {each:8.1f} us  {event.key[:80]}", flush=True)
+
+
+async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    """Open an engine of a shape and run all workloads on it."""
+    rows: list[dict[str, object]] = []
+    began = time.perf_counter()
+    async with Engine(write_config(folder, shape), **(ENGINE | options.set)) as engine:
+        await engine.generate([1, 2, 3], max_tokens=1, ignore_eos=True)
+        first = time.perf_counter() - began
+        config = engine.config
+        print(
+            json.dumps(
+                {
+                    "shape": shape,
+                    "seconds_to_first_token": round(first, 2),
+                    "attention_backend": config.attention_backend,
+                    "kv_pool_tokens": config.kv_pool_tokens,
+                    "page_size": config.page_size,
+                    "step_token_budget": config.step_token_budget,
+                }
+            ),
+            flush=True,
+        )
+        for workload in options.workloads:
+            for repeat in range(options.repeats + 1):  # the first one warms up
+                figures = await run_once(engine, WORKLOADS[workload](seed=repeat))
+                if repeat:
+                    line = {name: round(value, 3) for name, value in figures.items()}
+                    rows.append({"shape": shape, "workload": workload, "repeat": repeat, **line})
+                    print(json.dumps(rows[-1]), flush=True)
+            if options.parts:
+                await show_parts(engine, shape, workload)
+            if options.profile:
+                await show_kernels(engine, shape, workload)
+    return rows
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Medians, and ratios to the peers."""
+    lines = [f"{'shape':12}{'workload':10}{'tokens/s':>10}{'TTFT p50':>10}{'ITL p50':>9}{'p99':>8}   beside peers"]
+    groups: dict[tuple[str, str], list[dict[str, object]]] = collections.defaultdict(list)
+    for row in rows:
+        groups[str(row["shape"]), str(row["workload"])].append(row)
+    for key, group in groups.items():
+        names = ("tokens_per_second", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
+        rate, first, gap, late = (statistics.median(float(str(row[name])) for row in group) for name in names)
+        peers = ", ".join(f"{rate / speed:.2f}x {peer}" for peer, speed in PEERS.get(key, {}).items())
+        lines.append(f"{key[0]:12}{key[1]:10}{rate:10.1f}{first:10.1f}{gap:9.2f}{late:8.2f}   {peers}")
+    return "\n".join(lines)
+
+
+def setting(text: str) -> tuple[str, object]:
+    """Read NAME=VALUE, a field of the engine's settings."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--set", type=setting, action="append", default=[])
+    options = parser.parse_args()
+    options.workloads = options.workloads.split(",")
+    options.set = dict(options.set)
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in options.shapes.split(","):
+            rows += asyncio.run(measure(shape, options, Path(folder)))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
