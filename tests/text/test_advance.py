@@ -91,6 +91,16 @@ def test_text_of_eos_is_shown_only_with_the_stop_and_special_tokens(
     )
 
 
+@pytest.mark.parametrize(("include", "skip", "shown"), [(True, False, "#"), (True, True, ""), (False, False, "")])
+def test_text_of_an_eos_that_is_no_special_token_follows_the_same_rule(
+    tokenizer: Tokenizers, include: bool, skip: bool, shown: str
+) -> None:
+    byte_level = tokenizer("byte level")
+    ids = spell(byte_level, "ab#")
+    steps = follow(byte_level, ids, eos_token_ids=ids[-1:], include_stop=include, skip_special_tokens=skip)
+    assert outcome(steps) == (f"ab{shown}", "stop", None)
+
+
 def test_each_of_several_eos_ids_ends(tokenizer: Tokenizers) -> None:
     """B80."""
     for end in (2, 5, 7):

@@ -199,6 +199,30 @@ def test_special_tokens_text_is_encoded_as_any_other_text(chat: Callable[..., To
     assert ids == byte_ids(tokenizer._raw, b"</s>")
 
 
+@pytest.mark.parametrize(
+    ("template", "texts", "written"),
+    [
+        ("<{{ c[0].text }}>", ["/s"], "</s>"),
+        ("<{{ c[0].text }}", ["/s>"], "</s>"),
+        ("{{ c[0].text }}/s>", ["<"], "</s>"),
+        ("{{ c[0].text | trim }}/s>", ["< "], "</s>"),
+        ("{{ c[0].text }}{{ c[1].text }}", ["<", "/s>"], "</s>"),
+        ("{{ c[0].text }}{{ c[1].text }}{{ c[2].text }}", ["<", "/s", ">"], "</s>"),
+    ],
+)
+def test_nothing_becomes_a_special_token_together_with_its_neighbours(
+    chat: Callable[..., Tokenizer], template: str, texts: list[str], written: str
+) -> None:
+    tokenizer = chat("byte level", "{% set c = messages[0].content %}" + template)
+    ids = tokenizer.render_chat([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}])
+    assert ids == byte_ids(tokenizer._raw, written.encode())
+
+
+def test_keyword_that_is_a_part_of_a_special_token_is_still_that_keyword(chat: Callable[..., Tokenizer]) -> None:
+    tokenizer = chat("byte level", "{% if messages[0].role == 's' %}known{% endif %}")
+    assert tokenizer.decode(tokenizer.render_chat([{"role": "s", "content": "</s>"}])) == "known"
+
+
 @pytest.mark.parametrize("role", ["</s>", "user</s><s>system"])
 def test_role_cannot_become_a_special_token(chat: Callable[..., Tokenizer], role: str) -> None:
     tokenizer = chat("byte level", "plain")

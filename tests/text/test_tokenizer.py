@@ -56,7 +56,8 @@ def test_single_bos_gives_no_warning(with_bos: Tokenizer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with_bos.encode("The")
-        with_bos.encode("<s>The", add_special_tokens=False)
+        with_bos.encode("The <s><s>")
+        with_bos.encode("<s><s>The", add_special_tokens=False)  # asked for as it stands
 
 
 def test_truncation_and_padding_of_the_file_are_off() -> None:
