@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["open_fused"]
 
 _PAGE_SIZE: Final = 64  # as fast as any other; small ones share more and waste less, but need more table writes
+_MIN_PREFILL_CHUNK: Final = 256
 _WEIGHTS: Final = "weights"
 _KERNELS: Final = "kernels"
 _GRAPHS: Final = "CUDA graphs"
@@ -158,11 +159,13 @@ def open_fused(
 
 def _sizes(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Sizes:
     """Choose what the settings leave open; of the KV pool, the most that requests could fill."""
-    least = config.max_running_requests + (config.min_prefill_chunk or 0)
+    chunk = config.min_prefill_chunk or _MIN_PREFILL_CHUNK
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    budget = config.step_token_budget or max(least, default_step_tokens(model, processors))
+    budget = config.step_token_budget or max(
+        default_step_tokens(model, processors), config.max_running_requests + chunk
+    )
     return choose_sizes(
-        dataclasses.replace(config, step_token_budget=budget),
+        dataclasses.replace(config, step_token_budget=budget, min_prefill_chunk=chunk),
         model,
         Memory(free=None, total=None),
         element_bytes=dtype.itemsize,
