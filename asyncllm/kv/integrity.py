@@ -149,12 +149,13 @@ def _check_rows(table: PageTable, cache: RadixCache, attached: Mapping[int, Requ
 
 def _check_places(pool: PagePool, cached: list[int], owned: list[int]) -> None:
     places = Counter([*pool.free_list().tolist(), *pool.deferred().tolist(), *cached, *owned])
+    pool_pages = set(range(pool.num_pages))
+    strange = sorted(places.keys() - pool_pages)
+    if strange:
+        raise IntegrityError(f"pages {strange} are not of this pool")
     doubled = sorted(page for page, count in places.items() if count > 1)
     if doubled:
         raise IntegrityError(f"pages {doubled} are in two places")
-    lost = sorted(set(range(pool.num_pages)) - places.keys())
+    lost = sorted(pool_pages - places.keys())
     if lost:
         raise IntegrityError(f"pages {lost} are neither free, nor owned, nor cached")
-    strange = sorted(places.keys() - set(range(pool.num_pages)))
-    if strange:
-        raise IntegrityError(f"pages {strange} are not of this pool")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from asyncllm.kv.radix_cache import Extension, RadixCache, RadixMatch
+from asyncllm.kv.radix_cache import Extension, RadixCache
 from asyncllm.kv.radix_tree import NO_PAGES
 
 if TYPE_CHECKING:
@@ -23,19 +23,13 @@ GROUP_PREFIX: Final = "\0"
 class NaiveCache(RadixCache):
     """A radix cache that lets go of what nobody leases any more.
 
-    Nothing is shared, but for the samples of one prompt: in a namespace that begins with `GROUP_PREFIX` they find
-    what the first of them has computed, and it goes with the last one's lease.
+    It takes nothing, so nothing is found in it, but for the samples of one prompt: in a namespace that begins with
+    `GROUP_PREFIX` they find what the first of them has computed, and it goes with the last one's lease.
     """
 
     def shares(self, namespace: str) -> bool:
         """Whether requests of this namespace can match what another of it has computed: the samples of one prompt."""
         return namespace.startswith(GROUP_PREFIX)
-
-    def match(self, tokens: Tokens, namespace: str) -> RadixMatch:
-        """Match within a group of samples, and nothing elsewhere."""
-        if self.shares(namespace):
-            return super().match(tokens, namespace)
-        return RadixMatch(node=None, whole_pages=0, source=None, source_tokens=0)
 
     def unlock(self, node: Node, below: Node | None = None) -> Pages:
         """Undo one `lock`; return the pages that nobody leases any more: int32 [n]."""

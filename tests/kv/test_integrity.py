@@ -193,7 +193,7 @@ def take_a_leaf_off_the_heap(scene: Scene) -> None:
         (free_a_page_in_use, r"pages \[4\] are in two places"),
         (list_a_free_page_twice, r"pages \[10\] are in two places"),
         (own_a_page_of_the_cache, r"pages \[2\] are in two places"),
-        (own_the_padding_page, r"pages \[4\] are neither free, nor owned, nor cached"),
+        (own_the_padding_page, r"pages \[12\] are not of this pool"),
         (name_another_page_than_the_leased, r"slot 1 leases pages \[0, 1\] and its row names \[0, 9\]"),
         (shorten_a_row, r"slot 0 has 1 pages in its row and believes 2"),
         (miscount_the_owned, r"4 pages are counted as owned, 3 are: \[4, 5, 6\]"),

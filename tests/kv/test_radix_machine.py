@@ -273,6 +273,7 @@ class Comparison:
         """Compare the tree's pages, keys and counts with the model's."""
         seen: dict[Key, int] = {}
         for node, prefix in walk(self.cache):
+            assert node.tokens.base is node.pages.base is None, "a view keeps all of a long prompt alive"
             for index, page in enumerate(node.pages.tolist()):
                 end = len(prefix) + min((index + 1) * self.size, len(node.tokens))
                 seen[node.namespace, (*prefix, *node.tokens.tolist())[:end]] = page
