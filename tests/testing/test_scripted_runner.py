@@ -120,9 +120,13 @@ def test_the_same_prompt_again_is_asked_again(make_runner: Callable[[Script], Sc
     assert [say(runner, "x"), say(runner, "x")] == [text("first"), text("second")]
 
 
-def test_a_prompt_that_continues_a_whole_reply_is_a_new_prompt(make_runner: Callable[[Script], ScriptedRunner]) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_that_continues_a_whole_reply_is_a_new_prompt(
+    make_runner: Callable[[Script], ScriptedRunner], count: int
+) -> None:
+    """Whether the reply ended by its length or by its end."""
     runner = make_runner(ReplyScript(replies={"a": "b", "ab": "c"}, default=None))
-    assert [say(runner, "a", count=2), say(runner, "ab", count=2)] == [text("b", 2), text("c", 2)]
+    assert [say(runner, "a", count=count), say(runner, "ab", count=2)] == [text("b", count), text("c", 2)]
 
 
 def test_a_reply_cut_short_goes_on_in_another_slot_under_its_seed(
