@@ -11,6 +11,7 @@ sampled keeps the order of `Batch.sample_rows`, so nobody else sees it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -136,7 +137,7 @@ class StagedBatch:
         tensors: dict[str, torch.Tensor] = {}
         for name, (start, shape) in self.places.items():
             dtype = _DTYPES[name][1]
-            size = dtype.itemsize * int(np.prod(shape))
+            size = dtype.itemsize * math.prod(shape)
             tensors[name] = whole[start : start + size].view(dtype).view(shape)
         return StepInputs(**tensors)
 

@@ -75,13 +75,13 @@ class Decoder:
         )
         with torch.inference_mode():
             read = _Reader(weights, dtype, device)
-            self.embedding = read.tensor("model.embed_tokens")  # [vocab, hidden]
+            self.embedding = read.weight("model.embed_tokens")  # [vocab, hidden]
             self.layers: list[Layer] = []
             for index in range(config.num_layers):
                 self.layers.append(read.layer(config, f"model.layers.{index}"))
                 on_layer(index + 1, config.num_layers)
-            self.norm = read.tensor("model.norm")  # [hidden]
-            head = self.embedding if config.tie_word_embeddings else read.tensor("lm_head")
+            self.norm = read.weight("model.norm")  # [hidden]
+            head = self.embedding if config.tie_word_embeddings else read.weight("lm_head")
             self.lm_head: Linear = read.linear_kind(head)
 
     def __call__(
@@ -145,34 +145,39 @@ class _Reader:
         self.linear_kind: type[PackedLinear | PlainLinear] = PackedLinear if packed else PlainLinear
         self._gated_kind: type[PackedGatedLinear | PlainGatedLinear] = PackedGatedLinear if packed else PlainGatedLinear
 
-    def tensor(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """Read one tensor; always a copy, so that no file has to stay open."""
-        return self._weights.get(f"{name}.{kind}").to(device=self._device, dtype=self._dtype, copy=True)
+    def weight(self, name: str) -> torch.Tensor:
+        """Read a weight to keep as it is: always a copy, so that no file has to stay open."""
+        return self._weights.get(f"{name}.weight").to(device=self._device, dtype=self._dtype, copy=True)
 
     def layer(self, config: ModelConfig, at: str) -> Layer:
         """Read one layer."""
         attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-        gate, up = f"{mlp}.gate_proj", f"{mlp}.up_proj"
         return Layer(
-            input_norm=self.tensor(f"{at}.input_layernorm"),
+            input_norm=self.weight(f"{at}.input_layernorm"),
             qkv=self._linear([f"{attention}.{part}_proj" for part in "qkv"], bias=config.qkv_bias),
             qk_norm=self._qk_norm(config, attention) if config.qk_norm else None,
             o=self._linear([f"{attention}.o_proj"], bias=config.o_bias),
-            post_attention_norm=self.tensor(f"{at}.post_attention_layernorm"),
-            gate_up=self._gated_kind(
-                self.tensor(gate),
-                self.tensor(up),
-                (self.tensor(gate, "bias"), self.tensor(up, "bias")) if config.mlp_bias else None,
-            ),
+            post_attention_norm=self.weight(f"{at}.post_attention_layernorm"),
+            gate_up=self._gated(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias),
             down=self._linear([f"{mlp}.down_proj"], bias=config.mlp_bias),
         )
 
+    def _passing(self, name: str) -> torch.Tensor:
+        """Read a tensor that is copied into its final form next."""
+        return self._weights.get(name).to(device=self._device, dtype=self._dtype)
+
     def _linear(self, names: list[str], *, bias: bool) -> Linear:
         """Read products that share their input as one: weight [sum of out, in]."""
-        weight = torch.cat([self.tensor(name) for name in names])
-        return self.linear_kind(weight, torch.cat([self.tensor(name, "bias") for name in names]) if bias else None)
+        weight = torch.cat([self._passing(f"{name}.weight") for name in names])
+        return self.linear_kind(weight, torch.cat([self._passing(f"{name}.bias") for name in names]) if bias else None)
+
+    def _gated(self, gate: str, up: str, *, bias: bool) -> GatedLinear:
+        weights = self._passing(f"{gate}.weight"), self._passing(f"{up}.weight")
+        return self._gated_kind(
+            *weights, (self._passing(f"{gate}.bias"), self._passing(f"{up}.bias")) if bias else None
+        )
 
     def _qk_norm(self, config: ModelConfig, attention: str) -> torch.Tensor:
-        queries = self.tensor(f"{attention}.q_norm").expand(config.num_heads, -1)
-        keys = self.tensor(f"{attention}.k_norm").expand(config.num_kv_heads, -1)
+        queries = self._passing(f"{attention}.q_norm.weight").expand(config.num_heads, -1)
+        keys = self._passing(f"{attention}.k_norm.weight").expand(config.num_kv_heads, -1)
         return torch.cat([queries, keys])  # [num_heads + num_kv_heads, head_dim]

@@ -139,7 +139,7 @@ class PackedGatedLinear:
     def __init__(
         self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        gate_bias, up_bias = (None, None) if bias is None else bias
+        gate_bias, up_bias = (None, None) if bias is None else (bias[0].clone(), bias[1].clone())
         self._gate = PackedLinear(gate, gate_bias)
         self._up = PackedLinear(up, up_bias)
 

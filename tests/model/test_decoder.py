@@ -125,6 +125,19 @@ def test_half_precision_stays_near_float32(dtype: torch.dtype) -> None:
     assert (logits.float() - expected).abs().max() < 0.05 * expected.abs().max()
 
 
+@pytest.mark.parametrize("name", ["llama with all biases", "smollm2", "qwen3"])
+def test_a_loaded_model_holds_nothing_of_its_source(name: str) -> None:
+    """Files are closed after loading, and what is mapped from them is gone."""
+    model = make_reference(*ARCHITECTURES[name])
+    tokens = tokens_of(20)
+    tiny = TinyDecoder(model)
+    expected = tiny.logits([Row(0, 0, tokens)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert torch.equal(tiny.logits([Row(0, 0, tokens)]), expected)
+
+
 def test_loading_stops_where_the_caller_says_so() -> None:
     from asyncllm.model.decoder import Decoder
     from asyncllm.model.model_config import ModelConfig

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 VOCAB = 60
-DRAWS = 12_000
+DRAWS = 8_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +99,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 700], ids=["few tokens", "more than the first candidates"])
-@pytest.mark.parametrize("name", CASES)
+# At nearly uniform probabilities these keep more tokens than are looked at first.
+WIDE_CASES = {
+    "many by top-k": Ask(temperature=8.0, top_k=400),
+    "many by top-p": Ask(temperature=8.0, top_p=0.8),
+    "many by min-p": Ask(temperature=8.0, min_p=0.2),
+    "few by top-p of many by top-k": Ask(temperature=8.0, top_k=400, top_p=0.4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab"), [*((name, VOCAB) for name in CASES), *((name, 700) for name in (*CASES, *WIDE_CASES))]
+)
 def test_draws_are_distributed_as_the_exact_probabilities(name: str, vocab: int) -> None:
     """A chi-square test of many draws: none outside what is kept, and within five deviations of the mean inside."""
-    ask = CASES[name]
+    ask = (CASES | WIDE_CASES)[name]
     logits = random_logits(1, vocab, seed=1)
     expected = exact(logits[0].double().numpy(), ask) * DRAWS
     rows = 500
