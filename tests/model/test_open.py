@@ -133,6 +133,10 @@ def test_dummy_weights_depend_on_the_seed_only(tiny_model: TinyModel, tmp_path: 
     assert first != tokens_of(tmp_path, load_format="dummy", seed=6)
 
 
+def test_a_dummy_load_says_so(tiny_model: TinyModel, opened: OpenModel) -> None:
+    assert opened(tiny_model(), load_format="dummy").resolved["load_format"] == "dummy"
+
+
 def test_every_end_of_sequence_that_anyone_names_counts(
     tiny_model: TinyModel, tmp_path: Path, opened: OpenModel
 ) -> None:

@@ -104,6 +104,12 @@ def test_a_tensor_outlives_the_source_that_it_came_from(folder: Path) -> None:
     assert weights.names() == frozenset()
 
 
+def test_leaving_a_checkpoint_closes_its_weights(folder: Path) -> None:
+    with Checkpoint.open(folder, load_format="auto", seed=0) as checkpoint:
+        assert checkpoint.weights.names()
+    assert not checkpoint.weights.names()
+
+
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     lost = sorted(sharded.glob("model-*.safetensors"))[1]
     lost.unlink()
