@@ -92,7 +92,8 @@ def main() -> None:
         for engine in SCRIPTS:
             chosen = getattr(options, engine.replace("-", "_"))
             if chosen is not None:
-                lines += run_once(engine, *chosen, options, round_number)
+                python, model = chosen
+                lines += run_once(engine, python, model, options, round_number)
     print(table(lines, options.workloads.split(",")))
 
 

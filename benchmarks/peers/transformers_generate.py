@@ -29,7 +29,7 @@ class Watch(StoppingCriteria):
             if left:
                 self._clock.token(number)
                 self._left[number] -= 1
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.BoolTensor([False] * input_ids.shape[0])
 
 
 def main(model: str, dtype: str, names: str, round_number: str) -> None:
