@@ -65,17 +65,19 @@ def check_nothing_left(engine: Engine) -> None:
         AssertionError: requests run on, wait, or hold pages.
         IntegrityError: pages are not accounted for.
     """
-    gc.collect()  # streams that a test dropped inside a cycle, such as a task with its exception
     first: EngineStats | None = None
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while engine.state in (EngineState.RUNNING, EngineState.DRAINING):
-        engine.check_integrity()
+        for _ in range(2):  # a turn of the engine publishes its statistics after it has answered
+            engine.check_integrity()
         stats = engine.stats()
-        first = first or stats
         if not (stats.running or stats.waiting):
             if stats.free_pages + stats.cached_pages != stats.total_pages or stats.leased_pages:
                 raise AssertionError(f"no request is left, but pages are held: {stats}")
             return
+        if first is None:
+            first = stats
+            gc.collect()  # streams that a test dropped inside a cycle, such as a task with its exception
         if stats.steps - first.steps > _STEPS_OF_AN_END or time.monotonic() > deadline:
             raise AssertionError(
                 f"{stats.running} requests run and {stats.waiting} wait: a stream was neither read to its end nor "
