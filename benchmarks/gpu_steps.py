@@ -44,6 +44,7 @@ def make_batch(opened: OpenBackend, decode_rows: int, chunk: int, context: int, 
         tokens = np.concatenate([tokens, np.arange(chunk, dtype=np.int32)])
     columns = -(-max(context, chunk) // opened.page_size)
     slots, column = np.divmod(np.arange(rows * columns if fill else 0, dtype=np.int32), columns)
+    pages = (slots * columns + column) % opened.num_pages  # rows may share what nobody reads as text
     return Batch(
         index=0,
         slots=np.arange(rows, dtype=np.int32),
@@ -56,7 +57,7 @@ def make_batch(opened: OpenBackend, decode_rows: int, chunk: int, context: int, 
         top_ks=np.zeros(rows, dtype=np.int32),
         min_ps=np.zeros(rows, dtype=np.float32),
         seeds=np.arange(rows, dtype=np.int64),
-        table_writes=np.stack([slots, column, slots * columns + column]).astype(np.int32),
+        table_writes=np.stack([slots, column, pages]).astype(np.int32),
         page_copies=np.zeros((2, 0), dtype=np.int32),
     )
 

@@ -45,6 +45,7 @@ PEERS = {
     ("qwen3-8b", "offline"): {"vllm-async": 9347, "vllm": 9666, "nano-vllm": 8610},
     ("qwen3-8b", "single"): {"vllm-async": 189, "vllm": 190, "nano-vllm": 161},
 }
+GAPS = (3e-6, 2e-5, 1e-4, 1e-3, 1e9)
 ENGINE = {"load_format": "dummy", "dtype": "bfloat16", "max_running_requests": 256, "max_model_tokens": 4096, "seed": 0}
 
 
@@ -130,14 +131,40 @@ async def show_parts(engine: Engine, shape: str, workload: str) -> None:
     print(json.dumps({"shape": shape, "workload": workload, "us_per_step": whole, "parts_us": parts}), flush=True)
 
 
+def idle_seconds(profiler: profile) -> dict[float, float]:
+    """Return for how long nothing ran on the GPU between its first and last work, by the gap's length in seconds."""
+    results = None if profiler.profiler is None else profiler.profiler.kineto_results
+    if results is None:
+        raise RuntimeError("the profiler has no results")
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results.events()
+        if event.device_type().name == "CUDA" and event.duration_ns()
+    )
+    idle, busy_until = dict.fromkeys(GAPS, 0.0), spans[0][0]
+    for start, end in spans:
+        if start > busy_until:
+            gap = (start - busy_until) / 1e9
+            idle[next(limit for limit in GAPS if gap < limit)] += gap
+        busy_until = max(busy_until, end)
+    return idle
+
+
+def idle_ms(idle: dict[float, float]) -> dict[str, float]:
+    """Name the gaps by their limits in microseconds."""
+    return {f"<{1e6 * limit:g} us": round(1e3 * seconds, 1) for limit, seconds in idle.items()}
+
+
 async def show_kernels(engine: Engine, shape: str, workload: str) -> None:
     """Run once under torch's profiler; print the GPU's busy share and where its time goes."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         figures = await run_once(engine, WORKLOADS[workload](seed=1))
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in events) / 1e6
-    line = {"shape": shape, "workload": workload, "gpu_busy_share": round(busy / figures["seconds"], 3)}
-    print(json.dumps(line), flush=True)
+    idle = idle_seconds(profiler)
+    line = {"shape": shape, "workload": workload, "seconds": round(figures["seconds"], 3), "steps": figures["steps"]}
+    line |= {"gpu_busy_share": round(1 - sum(idle.values()) / figures["seconds"], 3)}
+    print(json.dumps(line | {"gpu_idle_ms_by_gap": idle_ms(idle)}), flush=True)
     for event in events[:16]:
         share = event.self_device_time_total / 1e6 / busy
         each = event.self_device_time_total / event.count

@@ -16,7 +16,7 @@ from asyncllm.model.cuda.layouts import StepLayouts
 from asyncllm.model.cuda.plain_kernels import PlainKernels
 from asyncllm.model.cuda.staging import StepStaging
 from asyncllm.model.cuda.step_layout import StepLayout
-from asyncllm.model.cuda.tuning import plan_step
+from asyncllm.model.cuda.tuning import PromptTile, plan_step
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.linear import PlainLinear
 from asyncllm.model.model_config import ModelConfig
@@ -213,7 +213,7 @@ class FusedSteps:
             self.decoder = Decoder(
                 config, source, dtype=dtype, device=device, max_model_tokens=config.max_position_embeddings
             )
-        tile_tokens = 128 // (1 << (config.num_heads // config.num_kv_heads - 1).bit_length())
+        tile_tokens = PromptTile().block // (1 << (config.num_heads // config.num_kv_heads - 1).bit_length())
         self.layouts = StepLayouts(
             max_rows=SLOTS, max_tokens=max_tokens, tile_tokens=tile_tokens, all_in_tiles=invariant
         )

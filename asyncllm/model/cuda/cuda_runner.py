@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["CUDARunner", "CUDAStep"]
 
 _TURNS: Final = 3
+_BLOCKING: Final = True  # sleep while a step runs, instead of spinning on a core
 
 
 class CUDAStep:
@@ -109,7 +110,7 @@ class CUDARunner:
         self._stream = step_stream(self._device)
         pinned = [torch.zeros(len(model.output), dtype=torch.int32, pin_memory=True) for _ in range(_TURNS)]
         self._results: list[tuple[torch.Tensor, npt.NDArray[np.int32]]] = [(t, t.numpy()) for t in pinned]
-        self._events = [torch.cuda.Event(blocking=True) for _ in range(_TURNS)]
+        self._events = [torch.cuda.Event(blocking=_BLOCKING) for _ in range(_TURNS)]
         self._turn = 0
         self._last: CUDAStep | None = None
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from asyncllm.model.cuda.step_layout import Counts
+from asyncllm.model.sampler import uniforms
 
 if TYPE_CHECKING:
     from asyncllm.model.cuda.kv_pages import KVPages
@@ -203,7 +204,10 @@ class PlainKernels:
             kept &= logits >= logits[order[max(int(reached.sum()), 1) - 1]]
         kept &= weights >= inputs.min_ps[row]
         cumulative = (weights * kept).cumsum(0)
-        return int((cumulative <= inputs.uniforms[row] * cumulative[-1]).sum().clamp(max=int(kept.nonzero()[-1])))
+        uniform = float(
+            uniforms(inputs.seeds[row : row + 1].cpu().numpy(), inputs.kv_lens[row : row + 1].cpu().numpy())[0]
+        )
+        return int((cumulative <= uniform * cumulative[-1]).sum().clamp(max=int(kept.nonzero()[-1])))
 
     def _attend(
         self, queries: torch.Tensor, row: int, inputs: StepSections[torch.Tensor], pages: KVPages, layer: int

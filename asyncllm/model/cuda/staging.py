@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.model.cuda.step_layout import Counts
-from asyncllm.model.sampler import is_greedy, uniforms
+from asyncllm.model.sampler import is_greedy
 
 if TYPE_CHECKING:
     from asyncllm.model.cuda.step_layout import StepLayout, StepSections
@@ -88,6 +88,8 @@ class StepStaging:
 
     def tiles(self, batch: Batch) -> int:
         """Return how many tiles of prompt attention a batch has."""
+        if batch.query_tokens == batch.rows:
+            return batch.rows if self._all_in_tiles else 0
         lens = batch.query_lens if self._all_in_tiles else batch.query_lens[batch.query_lens > 1]
         return int((-(-lens // self._tile_tokens)).sum())
 
@@ -108,7 +110,7 @@ class StepStaging:
             self._fill_mixed(sections, batch, order)
         place_of_row = np.empty_like(order)
         place_of_row[order] = np.arange(len(order))
-        places = place_of_row[batch.sample_rows]
+        places = place_of_row if len(batch.sample_rows) == batch.rows else place_of_row[batch.sample_rows]
         _fill_sampling(sections, batch, places)
         late_writes = _fill_writes(sections, batch, layout)
         sections.counts[Counts.ROWS] = batch.rows
@@ -198,7 +200,7 @@ def _fill_sampling(to: StepSections[npt.NDArray[np.generic]], batch: Batch, plac
         to.top_ps[places] = batch.top_ps
         to.top_ks[places] = batch.top_ks
         to.min_ps[places] = batch.min_ps
-        to.uniforms[places] = uniforms(batch.seeds, (batch.starts + batch.query_lens)[batch.sample_rows])
+        to.seeds[places] = batch.seeds
 
 
 def _fill_writes(to: StepSections[npt.NDArray[np.generic]], batch: Batch, layout: StepLayout) -> npt.NDArray[np.int32]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Counts", "StepLayout", "StepSections"]
 
 _ALIGNMENT: Final = 16  # elements of 4 bytes
-_FLOATS: Final = ("temperatures", "top_ps", "min_ps", "uniforms")
+_DTYPES: Final = {"temperatures": "float32", "top_ps": "float32", "min_ps": "float32", "seeds": "int64"}  # else int32
 
 Section = TypeVar("Section")
 
@@ -35,7 +35,7 @@ class Counts(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepSections(Generic[Section]):
-    """A step's inputs, on the host (numpy) or on the device (torch); int32 but for what draws tokens, float32.
+    """A step's inputs, on the host (numpy) or on the device (torch); int32 unless said otherwise.
 
     Rows of one token come first, then the others; their tokens lie in the same order. What is past the step's own
     tokens and rows is padding: token 0 at position 0 of the padding slot.
@@ -49,11 +49,11 @@ class StepSections(Generic[Section]):
         kv_lens: [rows]: positions of each row after the step, at least 1.
         query_starts: [rows + 1]: where each row's tokens start, and where the last ones end.
         last_tokens: [rows]: the place of each row's last token.
-        temperatures: [rows]; 0 is greedy.
-        top_ps: [rows].
+        temperatures: float32 [rows]; 0 is greedy.
+        top_ps: float32 [rows].
         top_ks: [rows].
-        min_ps: [rows].
-        uniforms: [rows], 0 <= u < 1.
+        min_ps: float32 [rows].
+        seeds: int64 [rows].
         tile_rows: [tiles], of `prompt_attention`.
         tile_firsts: [tiles].
         table_writes: [3 * writes]: slots, columns, pages.
@@ -71,7 +71,7 @@ class StepSections(Generic[Section]):
     top_ps: Section
     top_ks: Section
     min_ps: Section
-    uniforms: Section
+    seeds: Section
     tile_rows: Section
     tile_firsts: Section
     table_writes: Section
@@ -107,7 +107,7 @@ class StepLayout:
         """Give the sections of a host block, int32 [>= size]."""
         return StepSections(
             **{
-                name: block[start : start + size].view("float32" if name in _FLOATS else "int32")
+                name: block[start : start + size].view(_DTYPES.get(name, "int32"))
                 for name, (start, size) in _places(self)[0].items()
             }
         )
@@ -118,7 +118,7 @@ class StepLayout:
 
         return StepSections(
             **{
-                name: block[start : start + size].view(torch.float32 if name in _FLOATS else torch.int32)
+                name: block[start : start + size].view(getattr(torch, _DTYPES.get(name, "int32")))
                 for name, (start, size) in _places(self)[0].items()
             }
         )
@@ -129,7 +129,14 @@ def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int]], int]:
     """Return the first element and the size of each section, and the size of all."""
     tokens, rows = layout.tokens, layout.rows
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(StepSections)), rows)
-    sizes |= {"counts": 4, "token_ids": tokens, "token_slots": tokens, "positions": tokens, "query_starts": rows + 1}
+    sizes |= {
+        "counts": 4,
+        "token_ids": tokens,
+        "token_slots": tokens,
+        "positions": tokens,
+        "query_starts": rows + 1,
+        "seeds": 2 * rows,
+    }
     sizes |= {"tile_rows": layout.tiles, "tile_firsts": layout.tiles, "table_writes": 3 * layout.writes}
     places: dict[str, tuple[int, int]] = {}
     start = 0

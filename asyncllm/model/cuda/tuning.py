@@ -33,7 +33,8 @@ __all__ = [
 
 _LARGE_HIDDEN: Final = 2048
 _MOST_TILED_ROWS: Final = 64
-_PROGRAMS_ONE_ROW: Final = 128  # about one a multiprocessor
+_ONE_ROW_PROGRAMS: Final = 128  # about one a multiprocessor
+_FEW_PROGRAMS: Final = 128
 _PROGRAMS: Final = 512
 _MOST_GROUP: Final = 16
 _STEP_SECONDS: Final = 0.016
@@ -64,21 +65,22 @@ class Tiled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """Block sizes of `decode_attention`."""
+    """Block sizes of `decode_attention`, and into how many parts of how many keys at least it splits a row."""
 
     tile: int
     splits: int
     warps: int
     stages: int
+    least: int = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTile:
     """Block sizes of `prompt_attention`."""
 
-    block: int = 128
+    block: int = 64
     tile: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
 
 
@@ -164,22 +166,29 @@ def plan_step(config: ModelConfig, rows: int, *, decodes: bool) -> StepPlan:
         rows: of the step, padded.
         decodes: whether every row has one token.
     """
-    splits = decode_splits(rows, config.num_kv_heads)
-    if decodes and rows == 1 and (plan := _one_row_plan(config, splits)) is not None:
+    if not decodes:
+        return RowsPlan(decode=DecodeTile(tile=64, splits=4, warps=4, stages=2, least=512))
+    if rows == 1 and (plan := _one_row_plan(config)) is not None:
         return plan
-    if decodes and rows <= _MOST_TILED_ROWS:
-        return _tiled_plan(config, rows, splits)
-    return RowsPlan(decode=DecodeTile(tile=64, splits=splits, warps=4, stages=2))
+    decode = _decode_tile(rows * config.num_kv_heads)
+    if rows <= _MOST_TILED_ROWS:
+        return _tiled_plan(config, rows, decode)
+    return RowsPlan(decode=decode)
 
 
-def decode_splits(rows: int, kv_heads: int) -> int:
-    """Return into how many parts a row's keys are split, so that the multiprocessors have work."""
-    if rows == 1:
-        return _power(_PROGRAMS_ONE_ROW // kv_heads, most=32)
-    return _power(_PROGRAMS // (rows * kv_heads), most=16)
+def _decode_tile(programs: int) -> DecodeTile:
+    """Return the block sizes of attention for this many rows times kv heads: the fewer, the more parts."""
+    if programs <= _FEW_PROGRAMS:
+        return DecodeTile(tile=32, splits=_power(_PROGRAMS // programs, most=16), warps=2, stages=3)
+    if programs <= _PROGRAMS:
+        least = 256 if programs < _PROGRAMS else 512
+        return DecodeTile(tile=64, splits=4, warps=4, stages=2, least=least)
+    if programs < 3 * _PROGRAMS:
+        return DecodeTile(tile=64, splits=1, warps=4, stages=2)
+    return DecodeTile(tile=32, splits=1, warps=2, stages=3)
 
 
-def _one_row_plan(config: ModelConfig, splits: int) -> OneRowPlan | None:
+def _one_row_plan(config: ModelConfig) -> OneRowPlan | None:
     """Return the plan for one row, unless a weight's shape makes its tiles too small to be fast."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = config.num_heads * config.head_dim
@@ -194,8 +203,9 @@ def _one_row_plan(config: ModelConfig, splits: int) -> OneRowPlan | None:
     if len(products) < len(shapes):
         return None
     qkv, o, gate_up, down, head = products
-    tile = DecodeTile(tile=64, splits=splits, warps=4, stages=1)
-    return OneRowPlan(qkv=qkv, o=o, gate_up=gate_up, down=down, head=head, decode=tile)
+    splits = _power(_ONE_ROW_PROGRAMS // config.num_kv_heads, most=32)
+    decode = DecodeTile(tile=64, splits=splits, warps=4, stages=1)
+    return OneRowPlan(qkv=qkv, o=o, gate_up=gate_up, down=down, head=head, decode=decode)
 
 
 def _one_row(outputs: int, inputs: int, rows: int, tile: int, warps: int) -> OneRow | None:
@@ -208,27 +218,25 @@ def _one_row(outputs: int, inputs: int, rows: int, tile: int, warps: int) -> One
     return None if inputs % tile or inputs // tile > 16 else OneRow(rows=rows, tile=tile, warps=warps)  # noqa: PLR2004
 
 
-def _tiled_plan(config: ModelConfig, rows: int, splits: int) -> RowsPlan:
+def _tiled_plan(config: ModelConfig, rows: int, decode: DecodeTile) -> RowsPlan:
     """Small models: own products throughout, in one chain of dependent launches; large ones: o and down alone."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = config.num_heads * config.head_dim
     qkv_width = heads + 2 * config.num_kv_heads * config.head_dim
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64  # noqa: PLR2004
     few = rows <= 16  # noqa: PLR2004
-    tile = DecodeTile(tile=32 if few else 64, splits=splits, warps=2 if few else 4, stages=3)
     width, inner_tile, o_splits, stages = (32, 128, 4, 4) if few else (16, 256, 2, 3)
     o = _tiled(hidden, heads, block, width, inner_tile, splits=o_splits, stages=stages)
     down = _tiled(hidden, inner, block, 32, 256, splits=4, stages=3)
     if hidden > _LARGE_HIDDEN:
-        return RowsPlan(o=o, down=down, decode=tile)
+        return RowsPlan(o=o, down=down, decode=decode)
     return RowsPlan(
         qkv=_tiled(qkv_width, hidden, block, 32, 256, stages=3),
         o=o,
         gate_up=_tiled(inner, hidden, block, 32, 128, stages=3),
         down=down,
-        decode=tile,
+        decode=decode,
         fused=few,
-        dependent=True,
     )
 
 

@@ -21,7 +21,7 @@ if not ON_GPU:
 from asyncllm.model.cuda.plain_kernels import PlainKernels  # noqa: E402
 from asyncllm.model.cuda.step_layout import Counts  # noqa: E402
 from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels  # noqa: E402
-from asyncllm.model.cuda.tuning import DecodeTile, OneRow, Tiled  # noqa: E402
+from asyncllm.model.cuda.tuning import DecodeTile, OneRow, PromptTile, Tiled  # noqa: E402
 from asyncllm.model.linear import PlainLinear  # noqa: E402
 from helpers.fused_steps import (  # noqa: E402
     Sampling,
@@ -207,7 +207,7 @@ def test_decode_attention(dtype: torch.dtype, dependent: bool, shape: str, split
     batch = random_batch([1] * 5, seed=3)
     batch.starts[:2] = (0, 1)
     step = make_step(batch, make_layout(batch, rows=8, tokens=8), DEVICE)
-    block = DecodeTile(tile=16, splits=splits, warps=4, stages=2)
+    block = DecodeTile(tile=16, splits=splits, warps=4, stages=2, least=32)
     width = config.num_heads + (2 * config.num_kv_heads if fused else 0)
     source = draw(8, width * config.head_dim, dtype=dtype)
     for _ in range(2):  # the counters of the splits are as they were
@@ -238,7 +238,9 @@ def test_prompt_attention_beside_rows_of_one_token(dtype: torch.dtype, shape: st
     batch = random_batch([1, 70, 1, 2, 33], seed=5)
     batch.starts[1] = 0
     group = 1 << (config.num_heads // config.num_kv_heads - 1).bit_length()
-    step = make_step(batch, make_layout(batch, rows=8, tokens=128, tiles=12), DEVICE, tile_tokens=128 // group)
+    step = make_step(
+        batch, make_layout(batch, rows=8, tokens=128, tiles=12), DEVICE, tile_tokens=PromptTile().block // group
+    )
     queries = draw(128, config.num_heads * config.head_dim, dtype=dtype)
     block = DecodeTile(tile=16, splits=2, warps=4, stages=2)
     expected = plain.prompt_attention(queries, inputs=step, pages=pages, layer=1)
@@ -268,12 +270,12 @@ def test_prompt_attention_beside_rows_of_one_token(dtype: torch.dtype, shape: st
 def test_a_drawn_token_is_among_those_that_the_rules_keep(
     dtype: torch.dtype, dependent: bool, sampling: Sampling
 ) -> None:
-    """And it is the plain twin's where only one is kept; the order in which a draw falls on tokens is free."""
+    """And it is the plain twin's, which draws by the same number."""
     config = make_config()
     plain, fast = kernels(config, dtype, dependent=dependent)
     pages = make_pages(config, dtype, DEVICE)
     logits = (draw(8, config.vocab_size) * 3).to(dtype)
-    for seed in range(6):
+    for seed in range(6 if ON_GPU else 2):
         batch = random_batch([1] * 6, seed=seed, sampling=sampling)
         step = make_step(batch, make_layout(batch, rows=8, tokens=8), DEVICE)
         results = torch.full((2, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -283,10 +285,9 @@ def test_a_drawn_token_is_among_those_that_the_rules_keep(
         for row in range(6):
             assert int(results[0, row]) in kept_tokens(logits[row].float(), sampling)
             assert pages.token_pool[step.slots[row].long()] == results[0, row]
-    expected = torch.empty_like(results)
-    plain.sample(logits, step, pages.token_pool, expected, counted=True)
-    if sampling.temperature == 0.0 or sampling.top_k == 1 or sampling.top_p == 0.0:
-        assert torch.equal(results[:, :6], expected[:, :6])
+        expected = torch.empty_like(results)
+        plain.sample(logits, step, pages.token_pool, expected, counted=True)
+        assert torch.equal(results[:, :6], expected[:, :6])  # a small vocabulary is gone through in its order
 
 
 def kept_tokens(logits: torch.Tensor, sampling: Sampling) -> set[int]:

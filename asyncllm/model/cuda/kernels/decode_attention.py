@@ -60,6 +60,7 @@ def decode_attention(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     GROUP: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
@@ -71,8 +72,9 @@ def decode_attention(
     FUSED: `source` is the q/k/v product [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]; head norms (if NORM), rope and the
     store of the new key and value happen here. Else `source` is [rows, Q_HEADS, HEAD_DIM], ready, and the new key and
     value are in their pages. `kv_lens` counts the new token. With COUNTED, rows from `row_count[0]` on are left out.
-    GROUP: query heads of a kv head, rounded up to a power of two. scale: softmax scale times log2(e).
-    part_* hold SPLITS parts of each (row, kv head); `arrived` is zero before and after.
+    A row's keys are split into at most SPLITS parts of at least LEAST keys. GROUP: query heads of a kv head, rounded up
+    to a power of two. scale: softmax scale times log2(e). part_* have room for SPLITS parts of each (row, kv head);
+    `arrived` is zero before and after.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -83,9 +85,14 @@ def decode_attention(
     HEADS: tl.constexpr = Q_HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     length = tl.load(kv_lens + row)
-    row_table = table + tl.load(slots + row) * columns
     stored = length - 1 if FUSED else length  # keys that are in the pages
-    chunk = tl.cdiv(tl.cdiv(stored, SPLITS), TILE) * TILE
+    parts = 1
+    if SPLITS > 1:
+        parts = tl.maximum(1, tl.minimum(SPLITS, stored // LEAST))
+        if split >= parts:
+            return
+    row_table = table + tl.load(slots + row) * columns
+    chunk = tl.cdiv(tl.cdiv(stored, parts), TILE) * TILE
     start = split * chunk
     end = tl.minimum(stored, start + chunk)
     group = tl.arange(0, 16)  # the least that a tensor core takes
@@ -139,7 +146,7 @@ def decode_attention(
         v = tl.load(values + cell[:, None] + column[None, :], mask=seen[:, None], other=0.0)
         highest, total, acc = _attend_to_tile(q_low, q_high, k_low, k_high, v, seen, highest, total, acc, scale)
     if FUSED:
-        if split == SPLITS - 1:  # it takes the new token too
+        if split == parts - 1:  # it takes the new token too
             new = source + row.to(tl.int64) * WIDTH + (Q_HEADS + kv_head) * HEAD_DIM
             raw_low = tl.load(new + low)[None, :]
             raw_high = tl.load(new + HALF + low)[None, :]
@@ -163,7 +170,7 @@ def decode_attention(
             total = total * shrink + weight
             highest = new_highest
     target = out + (row.to(tl.int64) * Q_HEADS + kv_head * HEADS) * HEAD_DIM
-    if SPLITS == 1:
+    if parts == 1:
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(target + group[:, None] * HEAD_DIM + column[None, :], result, mask=in_group[:, None])
     else:
@@ -174,13 +181,20 @@ def decode_attention(
         tl.store(part_highest + part, highest, mask=kept)
         tl.store(part_totals + part, total, mask=kept)
         tl.debug_barrier()  # all of the program's stores are done before it says so
-        if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
             ALL: tl.constexpr = SPLITS * GROUP
+            there = tl.arange(0, ALL) < parts * GROUP
             each = pair * ALL + tl.arange(0, ALL)
             # past the first-level cache: other multiprocessors wrote these
-            all_highest = tl.load(part_highest + each, cache_modifier=".cg").reshape(SPLITS, GROUP)
-            all_totals = tl.load(part_totals + each, cache_modifier=".cg").reshape(SPLITS, GROUP)
-            all_values = tl.load(part_values + each[:, None] * HEAD_DIM + column[None, :], cache_modifier=".cg")
+            all_highest = tl.load(part_highest + each, mask=there, other=-1e30, cache_modifier=".cg")
+            all_highest = all_highest.reshape(SPLITS, GROUP)
+            all_totals = tl.load(part_totals + each, mask=there, other=0.0, cache_modifier=".cg").reshape(SPLITS, GROUP)
+            all_values = tl.load(
+                part_values + each[:, None] * HEAD_DIM + column[None, :],
+                mask=there[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
             all_values = all_values.reshape(SPLITS, GROUP, HEAD_DIM)
             share = tl.exp2(all_highest - tl.max(all_highest, 0)[None, :])
             whole = tl.sum(all_values * share[:, :, None], 0) / tl.sum(share * all_totals, 0)[:, None]

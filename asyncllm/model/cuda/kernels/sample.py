@@ -108,6 +108,22 @@ def _threshold(row_logits, vocab, best, rate, wanted, low, high, COUNT: tl.const
     return low
 
 
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """Hash both to a number in [0, 1), as `asyncllm.model.sampler.uniforms` does."""
+    golden = 0x9E3779B97F4A7C15
+    state = _mix(seed.to(tl.uint64) + golden)
+    state = _mix(state + golden * position.to(tl.uint64))
+    return (state >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
+
+
 @triton.jit(do_not_specialize=["rows"])
 def choose_tokens(
     logits,
@@ -118,7 +134,8 @@ def choose_tokens(
     top_ps,
     top_ks,
     min_ps,
-    uniforms,
+    seeds,
+    positions,
     slots,
     token_pool,
     results,
@@ -133,8 +150,8 @@ def choose_tokens(
 ):
     """Each row's token and whether its logits were finite, to results [2, rows] and the token pool; grid (rows).
 
-    Temperature 0 is greedy; top_ps 1, top_ks 0 and min_ps 0 are off. STRETCHES: vocab / LANES, rounded up to a power
-    of two.
+    Temperature 0 is greedy; top_ps 1, top_ks 0 and min_ps 0 are off. `positions` are those of the tokens drawn.
+    STRETCHES: vocab / LANES, rounded up to a power of two.
     """
     row = tl.program_id(0)
     if PDL:
@@ -165,7 +182,7 @@ def choose_tokens(
             wanted = tl.maximum(top_p * tl.sum(lanes), 1e-30)
             kept = _threshold(row_logits, vocab, best, rate, wanted, kept, above, False, LANES)
             lanes = _lane_weights(row_logits, vocab, best, rate, kept, min_p, LANES)
-        target = tl.load(uniforms + row) * tl.sum(lanes)
+        target = _uniform(tl.load(seeds + row), tl.load(positions + row)) * tl.sum(lanes)
         number = tl.arange(0, LANES)
         last = tl.max(tl.where(lanes > 0.0, number, 0))
         lane = tl.minimum(tl.sum((tl.cumsum(lanes, 0) <= target).to(tl.int32)), last)
