@@ -34,8 +34,6 @@ __all__ = [
 _LARGE_HIDDEN: Final = 2048
 _MOST_TILED_ROWS: Final = 64
 _ONE_ROW_PROGRAMS: Final = 128  # about one a multiprocessor
-_FEW_PROGRAMS: Final = 128
-_PROGRAMS: Final = 512
 _MOST_GROUP: Final = 16
 _STEP_SECONDS: Final = 0.016
 _OPERATIONS_PER_SECOND: Final = 5e12  # of a multiprocessor, in large products of 16 bits
@@ -65,7 +63,7 @@ class Tiled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """Block sizes of `decode_attention`, and into how many parts of how many keys at least it splits a row."""
+    """Block sizes of `decode_attention`, and into how many parts it splits a row: `splits`, or fewer of `least` keys."""
 
     tile: int
     splits: int
@@ -178,12 +176,11 @@ def plan_step(config: ModelConfig, rows: int, *, decodes: bool) -> StepPlan:
 
 def _decode_tile(programs: int) -> DecodeTile:
     """Return the block sizes of attention for this many rows times kv heads: the fewer, the more parts."""
-    if programs <= _FEW_PROGRAMS:
-        return DecodeTile(tile=32, splits=_power(_PROGRAMS // programs, most=16), warps=2, stages=3)
-    if programs <= _PROGRAMS:
-        least = 256 if programs < _PROGRAMS else 512
-        return DecodeTile(tile=64, splits=4, warps=4, stages=2, least=least)
-    if programs < 3 * _PROGRAMS:
+    if programs <= 32:  # noqa: PLR2004
+        return DecodeTile(tile=64, splits=16, warps=4, stages=2)
+    if programs <= 320:  # noqa: PLR2004
+        return DecodeTile(tile=64, splits=4, warps=4, stages=2, least=64 if programs <= 128 else 256)  # noqa: PLR2004
+    if programs < 1536:  # noqa: PLR2004
         return DecodeTile(tile=64, splits=1, warps=4, stages=2)
     return DecodeTile(tile=32, splits=1, warps=2, stages=3)
 
@@ -204,7 +201,7 @@ def _one_row_plan(config: ModelConfig) -> OneRowPlan | None:
         return None
     qkv, o, gate_up, down, head = products
     splits = _power(_ONE_ROW_PROGRAMS // config.num_kv_heads, most=32)
-    decode = DecodeTile(tile=64, splits=splits, warps=4, stages=1)
+    decode = DecodeTile(tile=64, splits=splits, warps=4, stages=1, least=0)
     return OneRowPlan(qkv=qkv, o=o, gate_up=gate_up, down=down, head=head, decode=decode)
 
 
@@ -237,6 +234,7 @@ def _tiled_plan(config: ModelConfig, rows: int, decode: DecodeTile) -> RowsPlan:
         down=down,
         decode=decode,
         fused=few,
+        dependent=rows > 32,  # noqa: PLR2004
     )
 
 

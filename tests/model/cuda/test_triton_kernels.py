@@ -197,9 +197,11 @@ def test_rope_stores_keys_and_values_where_the_table_says(dtype: torch.dtype, de
 @dtypes
 @both
 @shapes
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "least"), [(1, 64), (4, 0), (4, 32)])
 @pytest.mark.parametrize("fused", [False, True])
-def test_decode_attention(dtype: torch.dtype, dependent: bool, shape: str, splits: int, fused: bool) -> None:
+def test_decode_attention(
+    *, dtype: torch.dtype, dependent: bool, shape: str, splits: int, least: int, fused: bool
+) -> None:
     config = make_config(**SHAPES[shape])
     plain, fast = kernels(config, dtype, dependent=dependent)
     weights = make_weights(config, dtype, DEVICE)
@@ -207,7 +209,7 @@ def test_decode_attention(dtype: torch.dtype, dependent: bool, shape: str, split
     batch = random_batch([1] * 5, seed=3)
     batch.starts[:2] = (0, 1)
     step = make_step(batch, make_layout(batch, rows=8, tokens=8), DEVICE)
-    block = DecodeTile(tile=16, splits=splits, warps=4, stages=2, least=32)
+    block = DecodeTile(tile=16, splits=splits, warps=4, stages=2, least=least)
     width = config.num_heads + (2 * config.num_kv_heads if fused else 0)
     source = draw(8, width * config.head_dim, dtype=dtype)
     for _ in range(2):  # the counters of the splits are as they were
@@ -239,7 +241,7 @@ def test_prompt_attention_beside_rows_of_one_token(dtype: torch.dtype, shape: st
     batch.starts[1] = 0
     group = 1 << (config.num_heads // config.num_kv_heads - 1).bit_length()
     step = make_step(
-        batch, make_layout(batch, rows=8, tokens=128, tiles=12), DEVICE, tile_tokens=PromptTile().block // group
+        batch, make_layout(batch, rows=8, tokens=128, tiles=24), DEVICE, tile_tokens=PromptTile().block // group
     )
     queries = draw(128, config.num_heads * config.head_dim, dtype=dtype)
     block = DecodeTile(tile=16, splits=2, warps=4, stages=2)
