@@ -203,7 +203,7 @@ class Intake:
         )
         text = TextProgress(
             self._opened.tokenizer,
-            ids.tolist(),
+            () if self._opened.tokenizer is None else ids.tolist(),
             stop_texts=params.stop_texts,
             stop_ids=frozenset(params.stop_ids),
             eos_token_ids=frozenset() if params.ignore_eos else self._opened.eos_token_ids,
