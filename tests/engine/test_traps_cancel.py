@@ -1,6 +1,6 @@
 """Cancelling, disconnecting, leaving early: whatever the caller does, only its own request ends, and all of it.
 
-One test for each kind of fault that engines of this kind were reported for.
+One test for each kind of fault that engines of this kind were reported for; long, since they are one list.
 """
 
 from __future__ import annotations

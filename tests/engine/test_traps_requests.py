@@ -1,6 +1,6 @@
 """Iterators that never end, errors that reach the wrong reader or none, and inputs that no one thought of.
 
-One test for each kind of fault that engines of this kind were reported for.
+One test for each kind of fault that engines of this kind were reported for; long, since they are one list.
 """
 
 from __future__ import annotations
