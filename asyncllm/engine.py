@@ -7,6 +7,7 @@ by the call. Over 300 lines since every public method documents its arguments he
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -328,11 +329,12 @@ class Engine:
         options = RequestOptions(timeout=timeout, priority=priority, cache_namespace=cache_namespace)
         run = self.batch_run(prompts, params, fields, options)
         with progress_bar(prompts, shown=progress) as bar:
-            async for index, outcome in self._outcomes(run):
-                if isinstance(outcome, Exception) and not return_exceptions:
-                    raise outcome
-                completions[index] = outcome
-                bar.update()
+            async with contextlib.aclosing(self._outcomes(run)) as outcomes:
+                async for index, outcome in outcomes:
+                    if isinstance(outcome, Exception) and not return_exceptions:
+                        raise outcome
+                    completions[index] = outcome
+                    bar.update()
         return [completions[index] for index in range(len(completions))]
 
     async def stream_all(
@@ -351,10 +353,11 @@ class Engine:
         """
         options = RequestOptions(timeout=timeout, priority=priority, cache_namespace=cache_namespace)
         run = self.batch_run(prompts, params, fields, options)
-        async for index, outcome in self._outcomes(run):
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield index, outcome
+        async with contextlib.aclosing(self._outcomes(run)) as outcomes:
+            async for index, outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield index, outcome
 
     async def generate_samples(
         self,
