@@ -34,7 +34,7 @@ from asyncllm.submission import BatchSink, Ended, StreamSink
 from asyncllm.wakeups import Doors, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -384,7 +384,7 @@ class Engine:
             [prompt] * n, each, timeout=timeout, priority=priority, cache_namespace=cache_namespace
         )
 
-    async def _outcomes(self, run: BatchRun) -> AsyncIterator[tuple[int, Completion | Exception]]:
+    async def _outcomes(self, run: BatchRun) -> AsyncGenerator[tuple[int, Completion | Exception], None]:
         try:
             while True:
                 pulled = run.pull()
