@@ -63,7 +63,7 @@ class Tiled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """Block sizes of `decode_attention`, and the parts that it splits a row into: `splits`, or fewer of `least` keys."""
+    """Block sizes of `decode_attention`, and a row's parts: `splits`, or fewer of `least` keys."""
 
     tile: int
     splits: int
