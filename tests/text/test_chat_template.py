@@ -205,6 +205,8 @@ def test_special_tokens_text_is_encoded_as_any_other_text(chat: Callable[..., To
         ("<{{ c[0].text }}>", ["/s"], "</s>"),
         ("<{{ c[0].text }}", ["/s>"], "</s>"),
         ("{{ c[0].text }}/s>", ["<"], "</s>"),
+        ("{{ c[0].text }}/s>", ["so <"], "so </s>"),
+        ("<{{ c[0].text }}", ["/s> so"], "</s> so"),
         ("{{ c[0].text | trim }}/s>", ["< "], "</s>"),
         ("{{ c[0].text }}{{ c[1].text }}", ["<", "/s>"], "</s>"),
         ("{{ c[0].text }}{{ c[1].text }}{{ c[2].text }}", ["<", "/s", ">"], "</s>"),
@@ -244,6 +246,14 @@ def test_stand_ins_keep_what_the_special_tokens_do_with_spaces() -> None:
     plain, marked = (tokenizer.render_chat([{"role": "user", "content": text}]) for text in ("b", "b</s>"))
     assert marked[: len(plain)] == plain
     assert tokenizer.decode(marked, skip_special_tokens=False) == "a<|user|>b</s>"
+
+
+def test_longest_special_token_of_the_template_is_meant() -> None:
+    raw = tiny_tokenizer("byte level")
+    raw.add_special_tokens(["<x>", "<x><y>"])
+    template = ChatTemplate({"default": "<x><y>{{ messages[0].content }}"}, special_tokens={})
+    ids = Tokenizer(raw, chat_template=template).render_chat([{"role": "user", "content": "</s>"}])
+    assert ids[0] == raw.token_to_id("<x><y>")
 
 
 def test_text_that_the_tokenizer_cannot_keep_apart_is_refused(chat: Callable[..., Tokenizer]) -> None:
@@ -290,6 +300,7 @@ def test_text_of_an_enum_is_its_text(chat: Callable[..., Tokenizer]) -> None:
         ([{"content": "hi"}], r"messages\[0\] must be a mapping with a text as its \"role\""),
         ([{"role": "user", "content": 3}], r"messages\[0\]: content must be a list"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "image", "text": "hi"}]}], "content of type 'image'"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "content of type 'text'"),
         ([{"role": "user", "content": ["hi"]}], "content of type 'str'"),
         ([{"role": "user", "content": b"hi"}], r"messages\[0\]: content must be a list"),
@@ -317,9 +328,9 @@ def test_what_is_no_tool_is_refused_by_name(chat: Callable[..., Tokenizer], tool
         chat("byte level", "looking").render_chat([{"role": "user", "content": "hi"}], tools=tools)
 
 
-@pytest.mark.parametrize("option", ["messages", "tools", "add_generation_prompt", "chat_template"])
+@pytest.mark.parametrize("option", ["messages", "tools", "add_generation_prompt", "return_assistant_tokens_mask"])
 def test_option_that_is_an_argument_is_refused(chat: Callable[..., Tokenizer], option: str) -> None:
-    with pytest.raises(InvalidRequestError, match=option):
+    with pytest.raises(InvalidRequestError, match=f"template_options cannot set {option}"):
         chat("byte level", "plain").render_chat([{"role": "user", "content": "hi"}], template_options={option: 1})
 
 
