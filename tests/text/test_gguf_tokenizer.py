@@ -131,6 +131,26 @@ def test_digits_are_split_as_llama_cpp_splits_them(pre: str, tokens: list[str]) 
 
 
 @pytest.mark.parametrize(
+    ("pre", "text", "tokens"),
+    [
+        ("llama-bpe", "xyz", ["xyz"]),  # a whole word that is a token is taken, whatever merges there are
+        ("qwen2", "xyz", ["x", "y", "z"]),
+        ("llama-bpe", "A'Sb", ["A", "'", "S", "b"]),  # contractions in capitals too
+        ("gpt-2", "A'Sb", ["A", "'", "Sb"]),
+        ("gpt-2", "abc", ["ab", "c"]),  # of a merge that is there twice, the first counts
+    ],
+)
+def test_words_are_merged_as_llama_cpp_merges_them(pre: str, text: str, tokens: list[str]) -> None:
+    """Its own output for this vocabulary."""
+    vocabulary = [*ALPHABET, "xyz", "Sb", "ab", "bc"]
+    merges = ["S b", "a b", "b c", "a b"]
+    file = small_file(
+        pre=pre, tokens=vocabulary, token_type=None, merges=merges, add_bos_token=False, bos_token_id=0, eos_token_id=0
+    )
+    assert [vocabulary[token_id] for token_id in tokenizer_of(file).encode(text)] == tokens
+
+
+@pytest.mark.parametrize(
     ("settings", "ids"),
     [
         ({}, [256]),
@@ -256,7 +276,7 @@ def test_sentencepiece_special_tokens(sentencepiece_model: sentencepiece.Sentenc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scores": [-0.5] * 900}, "a Unigram model"),
+        ({"scores": [-0.25 - 0.5 * index for index in range(900)]}, "a Unigram model"),
         ({"scores": [-1.0] * 900}, "a Unigram model"),
         ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces"),

@@ -220,3 +220,14 @@ def test_older_file_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
     with pytest.raises(ModelLoadError, match="cannot be converted"):
         load_tokenizer(tmp_path)
+
+
+def test_code_in_the_folder_does_not_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n", encoding="utf-8")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ModelLoadError):
+        load_tokenizer(tmp_path)
+    assert not ran.exists()
