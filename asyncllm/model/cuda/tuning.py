@@ -32,7 +32,10 @@ __all__ = [
 ]
 
 _LARGE_HIDDEN: Final = 2048
-_MOST_TILED_ROWS: Final = 64
+_FEW_ROWS: Final = 16
+_SOME_ROWS: Final = 64
+_MANY_ROWS: Final = 256
+_LEAST_TILE: Final = 32
 _ONE_ROW_PROGRAMS: Final = 128  # about one a multiprocessor
 _MOST_GROUP: Final = 16
 _STEP_SECONDS: Final = 0.016
@@ -124,6 +127,29 @@ class RowsPlan:
 StepPlan: TypeAlias = OneRowPlan | RowsPlan
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shapes:
+    """The products of a model: outputs (of the gate alone) and inputs of each."""
+
+    qkv: tuple[int, int]
+    o: tuple[int, int]
+    gate_up: tuple[int, int]
+    down: tuple[int, int]
+    head: tuple[int, int]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> _Shapes:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = config.num_heads * config.head_dim
+        return cls(
+            qkv=(heads + 2 * config.num_kv_heads * config.head_dim, hidden),
+            o=(hidden, heads),
+            gate_up=(inner, hidden),
+            down=(hidden, inner),
+            head=(config.vocab_size, hidden),
+        )
+
+
 def can_fuse(config: ModelConfig) -> bool:
     """Tell whether the kernels take heads of this model's shape."""
     power = config.head_dim & (config.head_dim - 1) == 0
@@ -169,9 +195,11 @@ def plan_step(config: ModelConfig, rows: int, *, decodes: bool) -> StepPlan:
     if rows == 1 and (plan := _one_row_plan(config)) is not None:
         return plan
     decode = _decode_tile(rows * config.num_kv_heads)
-    if rows <= _MOST_TILED_ROWS:
-        return _tiled_plan(config, rows, decode)
-    return RowsPlan(decode=decode)
+    if config.hidden_size > _LARGE_HIDDEN:
+        return _few_rows_plan(config, rows, decode) if rows <= _FEW_ROWS else RowsPlan(decode=decode)
+    if rows <= _SOME_ROWS:
+        return _few_rows_plan(config, rows, decode)
+    return _many_rows_plan(config, rows, decode) if rows <= _MANY_ROWS else RowsPlan(decode=decode)
 
 
 def _decode_tile(programs: int) -> DecodeTile:
@@ -187,20 +215,19 @@ def _decode_tile(programs: int) -> DecodeTile:
 
 def _one_row_plan(config: ModelConfig) -> OneRowPlan | None:
     """Return the plan for one row, unless a weight's shape makes its tiles too small to be fast."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_heads * config.head_dim
-    qkv_width = heads + 2 * config.num_kv_heads * config.head_dim
-    if hidden <= _LARGE_HIDDEN:
+    shapes, programs = _Shapes.of(config), _ONE_ROW_PROGRAMS
+    if config.hidden_size <= _LARGE_HIDDEN:
         wishes = ((16, 1024, 4), (2, 2048, 4), (2, 1024, 2), (8, 1024, 4), (4, 1024, 4))
     else:
         wishes = ((4, 2048, 4), (4, 2048, 4), (2, 4096, 8), (4, 2048, 4), (4, 2048, 4))
-    shapes = ((qkv_width, hidden), (hidden, heads), (inner, hidden), (hidden, inner), (config.vocab_size, hidden))
-    fitted = (_one_row(*shape, *wish) for shape, wish in zip(shapes, wishes, strict=True))
+        programs *= 2
+    each = (shapes.qkv, shapes.o, shapes.gate_up, shapes.down, shapes.head)
+    fitted = (_one_row(*shape, *wish) for shape, wish in zip(each, wishes, strict=True))
     products = [product for product in fitted if product is not None]
-    if len(products) < len(shapes):
+    if len(products) < len(each):
         return None
     qkv, o, gate_up, down, head = products
-    splits = _power(_ONE_ROW_PROGRAMS // config.num_kv_heads, most=32)
+    splits = _power(programs // config.num_kv_heads, most=32)
     decode = DecodeTile(tile=64, splits=splits, warps=4, stages=1, least=0)
     return OneRowPlan(qkv=qkv, o=o, gate_up=gate_up, down=down, head=head, decode=decode)
 
@@ -215,40 +242,52 @@ def _one_row(outputs: int, inputs: int, rows: int, tile: int, warps: int) -> One
     return None if inputs % tile or inputs // tile > 16 else OneRow(rows=rows, tile=tile, warps=warps)  # noqa: PLR2004
 
 
-def _tiled_plan(config: ModelConfig, rows: int, decode: DecodeTile) -> RowsPlan:
-    """Small models: own products throughout, in one chain of dependent launches; large ones: o and down alone."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_heads * config.head_dim
-    qkv_width = heads + 2 * config.num_kv_heads * config.head_dim
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64  # noqa: PLR2004
-    few = rows <= 16  # noqa: PLR2004
-    width, inner_tile, o_splits, stages = (32, 128, 4, 4) if few else (16, 256, 2, 3)
-    o = _tiled(hidden, heads, block, width, inner_tile, splits=o_splits, stages=stages)
-    down = _tiled(hidden, inner, block, 32, 256, splits=4, stages=3)
-    if hidden > _LARGE_HIDDEN:
-        return RowsPlan(o=o, down=down, decode=decode)
+def _few_rows_plan(config: ModelConfig, rows: int, decode: DecodeTile) -> RowsPlan:
+    """Own products throughout; with dependent launches once their tiles are large."""
+    shapes = _Shapes.of(config)
+    few, small = rows <= _FEW_ROWS, config.hidden_size <= _LARGE_HIDDEN
+    block = 16 if few else 32 if rows <= 2 * _FEW_ROWS else 64
     return RowsPlan(
-        qkv=_tiled(qkv_width, hidden, block, 32, 256, stages=3),
-        o=o,
-        gate_up=_tiled(inner, hidden, block, 32, 128, stages=3),
-        down=down,
+        qkv=_tiled(*shapes.qkv, Tiled(block=block, width=32, tile=256)),
+        o=_tiled(
+            *shapes.o,
+            Tiled(block=block, width=32, tile=128, splits=4, stages=4)
+            if few
+            else Tiled(block=block, width=16, tile=256, splits=2),
+        ),
+        gate_up=_tiled(*shapes.gate_up, Tiled(block=block, width=32, tile=128)),
+        down=_tiled(*shapes.down, Tiled(block=block, width=32, tile=256, splits=4)),
         decode=decode,
-        fused=few,
-        dependent=rows > 32,  # noqa: PLR2004
+        fused=few and small,
+        dependent=rows > 2 * _FEW_ROWS,
     )
 
 
-def _tiled(
-    outputs: int, inputs: int, block: int, width: int, tile: int, *, splits: int = 1, stages: int = 3
-) -> Tiled | None:
+def _many_rows_plan(config: ModelConfig, rows: int, decode: DecodeTile) -> RowsPlan:
+    """Own products, but torch's for the widest one, and dependent launches between what is left."""
+    shapes = _Shapes.of(config)
+    down = Tiled(block=64, width=64, tile=64, splits=4, stages=4)
+    if rows > 3 * _SOME_ROWS:
+        down = Tiled(block=128, width=64, tile=64, splits=4, warps=8, stages=4)
+    return RowsPlan(
+        qkv=_tiled(*shapes.qkv, Tiled(block=64, width=64, tile=128)),
+        o=_tiled(*shapes.o, Tiled(block=128, width=32, tile=128, splits=4 if rows <= 2 * _SOME_ROWS else 2)),
+        down=_tiled(*shapes.down, down),
+        decode=decode,
+        dependent=True,
+    )
+
+
+def _tiled(outputs: int, inputs: int, wish: Tiled) -> Tiled | None:
     """Fit block sizes to a weight; None: leave the product to torch."""
+    splits, tile = wish.splits, wish.tile
     while splits > 1 and inputs % splits:
         splits //= 2
-    while tile > 32 and (inputs // splits) % tile:  # noqa: PLR2004
+    while tile > _LEAST_TILE and (inputs // splits) % tile:
         tile //= 2
-    if outputs % width or (inputs // splits) % tile:
+    if outputs % wish.width or (inputs // splits) % tile:
         return None
-    return Tiled(block=block, width=width, tile=tile, splits=splits, stages=stages)
+    return dataclasses.replace(wish, splits=splits, tile=tile)
 
 
 def _power(value: int, *, most: int) -> int:

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda:0")
-SLOTS, PAGE_SIZE, COLUMNS = 40, 64, 4
+SLOTS, PAGE_SIZE, COLUMNS = 80, 64, 4
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "max_position_embeddings": PAGE_SIZE * COLUMNS}
 SETTINGS = {"device": "cuda", "dtype": "bfloat16", "kv_pool_tokens": 4096, "max_running_requests": 16, "seed": 3}
 
@@ -58,7 +58,7 @@ def make_runner(**settings: object) -> CUDARunner:
         max_running_requests=SLOTS,
         kv_pool_tokens=SLOTS * COLUMNS * PAGE_SIZE,
         page_size=PAGE_SIZE,
-        step_token_budget=320,
+        step_token_budget=352,
         **settings,  # type: ignore[arg-type]
     )
     runner, _ = open_fused(

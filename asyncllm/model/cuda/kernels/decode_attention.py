@@ -72,10 +72,9 @@ def decode_attention(
     FUSED: `source` is the q/k/v product [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]; head norms (if NORM), rope and the
     store of the new key and value happen here. Else `source` is [rows, Q_HEADS, HEAD_DIM], ready, and the new key and
     value are in their pages. `kv_lens` counts the new token. With COUNTED, rows from `row_count[0]` on are left out.
-    A row's keys are split into SPLITS parts, or fewer so that each has at least LEAST keys (if not 0).
-    GROUP: query heads of a kv head, rounded up
-    to a power of two. scale: softmax scale times log2(e). part_* have room for SPLITS parts of each (row, kv head);
-    `arrived` is zero before and after.
+    A row's keys are split into SPLITS parts, or fewer so that each has at least LEAST keys (if not 0). GROUP: query
+    heads of a kv head, rounded up to a power of two. scale: softmax scale times log2(e). part_* have room for SPLITS
+    parts of each (row, kv head); `arrived` is zero before and after.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
