@@ -157,7 +157,9 @@ while stream.next_blocking() is not None:
     pass
 print("parent goes on", stream.finish_reason)
 engine.close()
-"""
+""",
+        "-W",
+        "ignore::DeprecationWarning",  # from Python 3.12 on, os.fork itself warns of any second thread
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["refused 7", "child 0", "parent goes on length"]
