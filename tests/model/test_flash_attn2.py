@@ -38,11 +38,12 @@ def test_a_cpu_takes_no_gpu_kernels_and_says_what_it_takes() -> None:
         choose_attention("flash_attn2", device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
-def test_a_gpu_takes_no_cpu_kernels_and_no_float32() -> None:
+def test_a_gpu_takes_no_cpu_kernels_and_float32_no_flash_attention() -> None:
     with pytest.raises(ConfigurationError, match="'cpu' does not run on cuda"):
         choose_attention("cpu", device=torch.device("cuda"), dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="float32"):
-        choose_attention("auto", device=torch.device("cuda"), dtype=torch.float32)
+        choose_attention("flash_attn2", device=torch.device("cuda"), dtype=torch.float32)
+    assert choose_attention("auto", device=torch.device("cuda"), dtype=torch.float32).name == "torch"
 
 
 def run_mixed_steps(reference: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
@@ -59,7 +60,7 @@ def run_mixed_steps(reference: PreTrainedModel, prompts: list[list[int]]) -> lis
     )
     runner = ModelRunner(
         decoder,
-        choose_attention("auto", device=device, dtype=torch.bfloat16),
+        choose_attention("flash_attn2", device=device, dtype=torch.bfloat16),
         CUDADevice(device),
         num_slots=len(prompts),
         max_step_tokens=512,

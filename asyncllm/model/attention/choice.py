@@ -22,7 +22,7 @@ def choose_attention(name: str, *, device: torch.device, dtype: torch.dtype) -> 
     """Make the backend of this name, or the best one for the device.
 
     Args:
-        name: "auto", "cpu" or "flash_attn2".
+        name: "auto", "cpu", "flash_attn2" or "torch"; "triton" is no backend but a path of its own.
         device: where the model lives.
         dtype: the model's.
 
@@ -35,12 +35,19 @@ def choose_attention(name: str, *, device: torch.device, dtype: torch.dtype) -> 
 
             return CPUAttention(dtype)
         raise ConfigurationError(f"attention_backend={name!r} does not run on a CPU; 'cpu' does")
-    if name not in ("auto", "flash_attn2"):
-        raise ConfigurationError(f"attention_backend={name!r} does not run on {device.type}; 'flash_attn2' does")
+    if name not in ("auto", "flash_attn2", "torch"):
+        raise ConfigurationError(
+            f"attention_backend={name!r} does not run on {device.type}; 'triton', 'flash_attn2' and 'torch' do"
+        )
+    there = importlib.util.find_spec("flash_attn") is not None
+    if name == "torch" or (name == "auto" and (dtype == torch.float32 or not there)):
+        from asyncllm.model.attention.gathering import GatheringAttention  # noqa: PLC0415 - only if chosen
+
+        return GatheringAttention()
     if dtype == torch.float32:
         raise ConfigurationError("dtype='float32': FlashAttention 2 computes bfloat16 and float16 only; choose one")
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ConfigurationError("a GPU needs the flash-attn package; install it (asyncllm[cuda]), or set device='cpu'")
+    if not there:
+        raise ConfigurationError("attention_backend='flash_attn2' needs the flash-attn package: asyncllm[cuda]")
     from asyncllm.model.attention.flash_attn2 import FlashAttention2  # noqa: PLC0415 - only if chosen
 
     return FlashAttention2()
