@@ -2,6 +2,8 @@
 
 Runs on the engine's CUDA stream; owns the memory in which split attention meets. Invariant: no launch depends on
 values in device memory, so that what is captured once is right for every step of the same padded size.
+
+Long because a launch names each of its kernel's arguments; there is nothing else in it.
 """
 
 from __future__ import annotations
