@@ -325,9 +325,9 @@ class Engine:
                 raised, its `index` saying which prompt.
             timeout, priority, cache_namespace, **fields: of each request, as for `stream`.
         """
-        completions: dict[int, Completion | Exception] = {}
         options = RequestOptions(timeout=timeout, priority=priority, cache_namespace=cache_namespace)
         run = self.batch_run(prompts, params, fields, options)
+        completions: dict[int, Completion | Exception] = {}
         with progress_bar(prompts, shown=progress) as bar:
             async with contextlib.aclosing(self._outcomes(run)) as outcomes:
                 async for index, outcome in outcomes:
@@ -377,12 +377,24 @@ class Engine:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InvalidRequestError(f"n must be an integer >= 1, not {n!r}")
         base = with_fields(params or SamplingParams(), fields)
-        _, intake = self._life.open_intake()
+        opening, intake = self._life.open_intake()
         seed = intake.draw_seed() if base.seed is None else base.seed
         each = [dataclasses.replace(base, seed=(seed + i) % 2**63) for i in range(n)]
-        return await self.generate_all(
-            [prompt] * n, each, timeout=timeout, priority=priority, cache_namespace=cache_namespace
+        options = RequestOptions(
+            timeout=timeout,
+            priority=priority,
+            cache_namespace=cache_namespace,
+            # A cache that keeps nothing would not share the prompt either: the samples get a place of their own.
+            sample_group=opening.desk.new_id() if self._given.prefix_cache == "none" else "",
         )
+        run = self.batch_run([prompt] * n, each, {}, options)
+        samples: dict[int, Completion] = {}
+        async with contextlib.aclosing(self._outcomes(run)) as outcomes:
+            async for index, outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                samples[index] = outcome
+        return [samples[index] for index in range(n)]
 
     async def _outcomes(self, run: BatchRun) -> AsyncGenerator[tuple[int, Completion | Exception], None]:
         try:

@@ -21,7 +21,6 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from asyncllm.config import check_pool_tokens
 from asyncllm.errors import AsyncLLMError, EngineClosedError, ModelLoadError
 from asyncllm.inbox import Call, Cancel, Close, Inbox, Resume, Submit
 from asyncllm.kv.cache_manager import CacheManager
@@ -139,7 +138,6 @@ class EngineLoop:
             if opened is None:
                 return
             self._runner = opened.runner
-            self._live, self._scheduler = self._policy(opened)
             try:
                 await self._serve_until_closed(opened)
             finally:
@@ -169,7 +167,7 @@ class EngineLoop:
 
         try:
             opened = self._backend.open(self._config, progress)
-            check_pool_tokens(opened.num_pages * opened.page_size, opened.page_size)
+            self._make_policy(opened)
         except _OpeningCancelledError as error:
             self.opened.fail(EngineClosedError(f"the engine was closed while it opened ({error})"))
             return None
@@ -184,26 +182,28 @@ class EngineLoop:
             return None
         return opened
 
-    def _policy(self, opened: OpenBackend) -> tuple[LiveRequests, Scheduler]:
+    def _make_policy(self, opened: OpenBackend) -> None:
+        """Make what decides over the opened model; close it again if its sizes contradict the settings."""
         config = self._config
-        cache = CacheManager(
-            num_pages=opened.num_pages,
-            page_size=opened.page_size,
-            num_slots=config.max_running_requests,
-            max_pages_per_request=-(-opened.max_model_tokens // opened.page_size),
-            prefix_cache=config.prefix_cache,
-        )
-        self._cache = cache
-        scheduler = Scheduler(
-            cache,
-            SchedulingPolicy(
+        try:
+            policy = SchedulingPolicy(
                 max_running_requests=config.max_running_requests,
                 step_token_budget=opened.step_token_budget,
                 min_prefill_chunk=opened.min_prefill_chunk,
                 share_inflight_prefixes=config.share_inflight_prefixes,
-            ),
-        )
-        return LiveRequests(self._desk, scheduler), scheduler
+            )
+            self._cache = CacheManager(
+                num_pages=opened.num_pages,
+                page_size=opened.page_size,
+                num_slots=config.max_running_requests,
+                max_pages_per_request=-(-opened.max_model_tokens // opened.page_size),
+                prefix_cache=config.prefix_cache,
+            )
+            self._scheduler = Scheduler(self._cache, policy)
+            self._live = LiveRequests(self._desk, self._scheduler)
+        except BaseException:
+            opened.runner.close()
+            raise
 
     async def _serve_until_closed(self, opened: OpenBackend) -> None:
         self._limiter = anyio.CapacityLimiter(PREPARING_THREADS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import numpy as np
 
 from asyncllm.errors import InvalidRequestError, PromptTooLongError
+from asyncllm.kv.naive_cache import GROUP_PREFIX
 from asyncllm.request import Request, RowSampling
 from asyncllm.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from asyncllm.submission import ReadyRequest, Sink, Submission
@@ -62,6 +63,7 @@ class RequestOptions:
     priority: int = 0
     buffer_tokens: int | None = None
     cache_namespace: str = ""
+    sample_group: str = ""  # not the caller's: requests that share what they compute though nothing is cached
 
     def __post_init__(self) -> None:
         if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
@@ -75,6 +77,13 @@ class RequestOptions:
             raise InvalidRequestError(f"buffer_tokens must be an integer >= 1, not {buffer!r}")
         if not isinstance(self.cache_namespace, str):
             raise InvalidRequestError(f"cache_namespace must be a text, not {self.cache_namespace!r}")
+        if self.cache_namespace.startswith(GROUP_PREFIX):
+            raise InvalidRequestError(f"cache_namespace must not begin with {GROUP_PREFIX!r}: {self.cache_namespace!r}")
+
+    @property
+    def namespace(self) -> str:
+        """Where the request's KV is shared."""
+        return GROUP_PREFIX + self.sample_group if self.sample_group else self.cache_namespace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +208,7 @@ class Intake:
             max_tokens=max_tokens,
             sampling=self._row_sampling(params, seed),
             priority=options.priority,
-            namespace=options.cache_namespace,
+            namespace=options.namespace,
         )
         text = TextProgress(
             self._opened.tokenizer,

@@ -113,9 +113,11 @@ class TokenStream(AsyncGenerator[Token, None]):
             raise StreamInUseError(f"the stream of {self.request_id!r} has a consumer already; make a stream for each")
         self._consuming = True
         try:
-            event = self._mailbox.pop()
-            if event is None:
-                event = await self._mailbox.get(self._doors)
+            if self._mailbox.unread:
+                # A reader that is behind never waits, so it must let its loop and its own cancellation through;
+                # before the pop, that no token is lost. One that keeps up waits for each token and pays nothing.
+                await self._doors.current().checkpoint()
+            event = await self._mailbox.get(self._doors)
         except BaseException:  # cancelled while waiting, or the loop is going down
             self._leave()
             raise

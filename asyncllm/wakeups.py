@@ -64,6 +64,9 @@ class LoopDoor(Door, Protocol):
     def waiter(self) -> AsyncWaiter:
         """Make a waiter for the running task."""
 
+    async def checkpoint(self) -> None:
+        """Let the loop's other tasks run, and a cancellation of this one through."""
+
 
 class _AsyncioWaiter:
     __slots__ = ("_future", "door")
@@ -96,6 +99,9 @@ class _AsyncioDoor:
         if loop is None:
             raise LoopGoneError(self._name)
         return _AsyncioWaiter(self, loop.create_future())
+
+    async def checkpoint(self) -> None:
+        await asyncio.sleep(0)
 
     def fire(self, waiter: Waiter) -> None:
         self._fired.append(waiter)
@@ -146,6 +152,11 @@ class _TrioDoor:
         import trio  # noqa: PLC0415  # only where trio runs
 
         return _TrioWaiter(self, trio.Event())
+
+    async def checkpoint(self) -> None:
+        import trio  # noqa: PLC0415  # only where trio runs
+
+        await trio.lowlevel.checkpoint()
 
     def fire(self, waiter: Waiter) -> None:
         self._fired.append(waiter)

@@ -282,3 +282,29 @@ def test_a_mass_cancel_under_trio_leaves_the_engine_alive() -> None:
             check_nothing_left(engine)
 
     trio.run(main)
+
+
+async def test_a_reader_that_is_behind_can_be_cancelled_and_lets_its_loop_run() -> None:
+    async with scripted_engine() as engine:
+        stream = engine.stream("behind", max_tokens=50)
+        while engine.stats().generated_tokens < 50:
+            await engine.check_integrity_async()
+        turns, seen = 0, 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(turn)
+            with anyio.CancelScope() as scope:
+                async for _ in stream:
+                    seen += 1
+                    if seen == 20:
+                        scope.cancel()
+            tasks.cancel_scope.cancel()
+        assert scope.cancelled_caught
+        assert seen == 20
+        assert turns >= 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import sys
 import threading
@@ -320,3 +321,27 @@ def test_nothing_happens_at_construction() -> None:
         assert threading.active_count() == threads
         del engine
         gc.collect()
+
+
+def test_a_policy_that_contradicts_the_model_closes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    model = ScriptedModel({"p": "abc"})
+    real_open = model.open
+
+    def open_small(config: EngineConfig, progress: Progress) -> OpenBackend:
+        opened = dataclasses.replace(real_open(config, progress), step_token_budget=1)
+        real_close = opened.runner.close
+
+        def close() -> None:
+            closed.append(1)
+            real_close()
+
+        monkeypatch.setattr(opened.runner, "close", close)
+        return opened
+
+    monkeypatch.setattr(model, "open", open_small)
+    engine = scripted_engine(model)
+    with pytest.raises(ConfigurationError, match="step_token_budget=1"):
+        engine.start_blocking()
+    assert closed == [1]
+    assert str(engine) == "<Engine 'scripted' closed>"
