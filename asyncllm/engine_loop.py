@@ -200,7 +200,7 @@ class EngineLoop:
                 prefix_cache=config.prefix_cache,
             )
             self._scheduler = Scheduler(self._cache, policy)
-            self._live = LiveRequests(self._desk, self._scheduler)
+            self._live = LiveRequests(self._desk, self._scheduler, pause_grace_seconds=config.pause_grace_seconds)
         except BaseException:
             opened.runner.close()
             raise
@@ -285,6 +285,8 @@ class EngineLoop:
         if len(self._flights) > self._depth:
             return False
         scheduled = self._scheduler.schedule()
+        while self._scheduler.blocked and self._live.park_longest_paused() and scheduled is None:
+            scheduled = self._scheduler.schedule()
         if scheduled is None:
             return False
         self._work()
@@ -334,7 +336,7 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         self._rest()
-        await self._bell.wait(self._live.next_deadline)
+        await self._bell.wait(self._live.next_event)
 
     def _work(self) -> None:
         if not self._at_work and self._config.switch_interval_seconds is not None:
@@ -355,6 +357,7 @@ class EngineLoop:
             waiting=scheduler.waiting + self._preparing,
             running=scheduler.running,
             paused=scheduler.paused,
+            parked=self._live.parked,
             total_pages=cache.num_pages,
             free_pages=cache.free_pages,
             owned_pages=cache.owned_pages,

@@ -36,12 +36,15 @@ _FORGOTTEN_AT_ONCE: Final = 64
 class LiveRequests:
     """The submissions in the engine's hands."""
 
-    def __init__(self, desk: FrontDesk, scheduler: Scheduler) -> None:
+    def __init__(self, desk: FrontDesk, scheduler: Scheduler, *, pause_grace_seconds: float) -> None:
         self._desk = desk
         self._scheduler = scheduler
+        self._pause_grace_seconds = pause_grace_seconds
         self._submissions: dict[Submission, None] = {}
         self._by_request: dict[Request, Submission] = {}
         self._bounded: dict[Submission, None] = {}  # those with buffer_tokens
+        self._paused: dict[Submission, float] = {}  # since when; longest first
+        self._parked: set[Submission] = set()
         self._deadlines: list[tuple[float, int, Submission]] = []
         self._tokens: list[tuple[Submission, Token]] = []
         self._ends: list[tuple[Submission, FinishReason | None, Exception | None]] = []
@@ -156,14 +159,36 @@ class LiveRequests:
             mailbox.paused = True
             if self._is_full(submission, request):  # looked at again: the reader may not have seen the flag
                 self._scheduler.pause(request)
+                self._paused[submission] = time.monotonic()
             else:
                 mailbox.paused = False
 
     def resume(self, submission: Submission) -> None:
-        """Let a paused request go on; `check_pauses` stops it again if there is still no room."""
-        request = submission.request
-        if request is not None and request.state is RequestState.PAUSED and not submission.ended:
-            self._scheduler.resume(request)
+        """Let a paused or parked request go on; `check_pauses` stops it again if there is still no room."""
+        if submission not in self._paused and submission not in self._parked:
+            return  # it has ended
+        self._paused.pop(submission, None)
+        self._parked.discard(submission)
+        if submission.request is not None:
+            self._scheduler.resume(submission.request)
+
+    def park_longest_paused(self) -> bool:
+        """Take the pages of the longest pause, if it is over the grace, for a request that waits for them."""
+        submission = next(iter(self._paused), None)
+        if submission is None or submission.request is None:
+            return False
+        if time.monotonic() < self._paused[submission] + self._pause_grace_seconds:
+            return False
+        if not self._scheduler.park(submission.request):
+            return False  # a launched step names it still: after its commit
+        del self._paused[submission]
+        self._parked.add(submission)
+        return True
+
+    @property
+    def parked(self) -> int:
+        """How many requests hold nothing until their reader reads on."""
+        return len(self._parked)
 
     @staticmethod
     def _is_full(submission: Submission, request: Request) -> bool:
@@ -187,6 +212,8 @@ class LiveRequests:
         submission.ended = True
         self._submissions.pop(submission, None)
         self._bounded.pop(submission, None)
+        self._paused.pop(submission, None)
+        self._parked.discard(submission)
         if submission.request is not None:
             self._by_request.pop(submission.request, None)
         if not submission.admitted:
@@ -224,6 +251,14 @@ class LiveRequests:
     def next_deadline(self) -> float | None:
         """When `expire` should be called next, on the clock of `time.monotonic`."""
         return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def next_event(self) -> float | None:
+        """When an idle engine has something to do by itself: a deadline, or a pause long enough to be parked."""
+        times = [] if self.next_deadline is None else [self.next_deadline]
+        if self._scheduler.blocked and self._paused:
+            times.append(next(iter(self._paused.values())) + self._pause_grace_seconds)
+        return min(times, default=None)
 
     # -- delivery --------------------------------------------------------------------------------------------
 

@@ -125,6 +125,7 @@ class EngineStats:
         waiting: requests submitted and not admitted.
         running: requests that hold a slot, paused ones included.
         paused: running requests whose reader stopped.
+        parked: requests whose reader stopped for so long that others got their pages; neither running nor waiting.
         total_pages, free_pages, owned_pages, cached_pages: KV pages; cached ones include the leased.
         leased_pages: cached pages that a live request leases.
         prefix_hit_tokens: prompt tokens answered by the prefix cache, since the start.
@@ -139,6 +140,7 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     paused: int = 0
+    parked: int = 0
     total_pages: int = 0
     free_pages: int = 0
     owned_pages: int = 0
