@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import torch
 
+from asyncllm.model.option_tensors import stage_options
 from asyncllm.model.sampler import is_filtered, is_greedy, uniforms
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from asyncllm.model.option_tensors import StagedOptions
     from asyncllm.scheduler.batch import Batch, Ints
 
 __all__ = ["BatchTensors", "Reader", "StagedBatch", "StepInputs"]
@@ -51,7 +53,8 @@ class StepInputs:
         sampled: int64 [samples], the token that each sample follows.
         sampled_slots: int64 [samples].
         plain: int64, the samples that are drawn from all tokens.
-        filtered: int64, the samples that are drawn under top-k, top-p or min-p; those in neither are greedy.
+        filtered: int64, the samples that are drawn under top-k, top-p or min-p; those in neither are greedy, or ask
+            for more (`StagedOptions`).
         temperatures: float32 [samples].
         top_ps: float32 [samples].
         top_ks: int64 [samples].
@@ -117,6 +120,7 @@ class StagedBatch:
         buffer: where the inputs are.
         places: of each of `StepInputs`' fields, the first byte and the shape.
         used: bytes of the buffer.
+        options: what single rows ask for, in memory of its own; None where none does.
     """
 
     index: int
@@ -126,6 +130,7 @@ class StagedBatch:
     buffer: _Buffer
     places: dict[str, tuple[int, tuple[int, ...]]]
     used: int
+    options: StagedOptions | None
 
     def read_by(self, reader: Reader) -> None:
         """Keep the buffer from being written again before `reader` is done."""
@@ -168,6 +173,7 @@ class BatchTensors:
             raise ValueError(f"buffers={buffers}: a step is staged while another is read, so at least two are needed")
         self._num_slots = num_slots
         self._vocab_size = vocab_size
+        self._pinned = pinned
         # the most that a step can name: every row new, with its whole row of the table and a partial page
         most = 3 * max_step_tokens + 16 * (max_step_tokens + 1) + num_slots * (3 * max_pages + 2)
         size = 8 * most + _ALIGNMENT * len(_DTYPES)
@@ -188,6 +194,7 @@ class BatchTensors:
         sampled_rows = place_of_row[batch.sample_rows]  # in the new order
         greedy = is_greedy(batch.temperatures)
         filtered = is_filtered(batch.top_ps, batch.top_ks, batch.min_ps, vocab_size=self._vocab_size)
+        greedy[batch.asking] = True  # drawn apart
         within = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1], query_lens)
         values: dict[str, npt.NDArray[np.generic]] = {
             "slots": slots,
@@ -217,6 +224,9 @@ class BatchTensors:
             buffer=buffer,
             places=places,
             used=used,
+            options=stage_options(
+                batch, np.arange(len(batch.sample_rows)), vocab_size=self._vocab_size, pinned=self._pinned
+            ),
         )
 
     def _ordered(self, batch: Batch, padded_rows: int) -> tuple[Ints, Ints, Ints, npt.NDArray[np.int64]]:

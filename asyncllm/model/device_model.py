@@ -12,6 +12,7 @@ import torch
 
 from asyncllm.model.attention.interface import AttentionRows
 from asyncllm.model.kv_tensors import KVTensors
+from asyncllm.model.option_sampler import OptionSampler
 from asyncllm.model.sampler import sample
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class DeviceModel:
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._attention = attention
+        self._options = OptionSampler()
         with torch.inference_mode():
             self.kv = KVTensors(
                 num_layers=config.num_layers,
@@ -69,7 +71,12 @@ class DeviceModel:
         """Run a step: int64 [2, samples], token ids and whether all of a row's logits were finite."""
         inputs = staged.on_device(self._decoder.device)
         self.write_pages(inputs)
-        tokens, finite = sample(self.logits(staged, inputs), inputs)
+        logits = self.logits(staged, inputs)
+        tokens, finite = sample(logits, inputs)
+        if staged.options is not None:
+            asking = staged.options.on_device(self._decoder.device)
+            tokens[asking.places], left = self._options.sample(logits, asking)
+            finite[asking.places] &= left
         self._token_pool[inputs.sampled_slots] = tokens
         return torch.stack([tokens, finite.to(torch.int64)])
 

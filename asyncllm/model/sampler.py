@@ -16,7 +16,7 @@ The token is where a uniform number, hashed from (seed, position), falls in the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +24,46 @@ import torch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from asyncllm.model.batch_tensors import StepInputs
     from asyncllm.scheduler.batch import Floats, Ints
 
-__all__ = ["MIN_TEMPERATURE", "is_filtered", "is_greedy", "sample", "uniforms"]
+__all__ = ["MIN_TEMPERATURE", "Draws", "choose", "is_filtered", "is_greedy", "sample", "uniforms"]
 
 MIN_TEMPERATURE: Final = 1e-5
 """Temperatures below this are greedy; as in vLLM."""
 
 _CANDIDATES: Final = 256  # best tokens looked at first; the rest is sorted only for rows that keep more
+
+
+class Draws(Protocol):
+    """How the tokens of some rows are chosen, on the device; see `StepInputs` for shapes."""
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The rows that are drawn from all tokens."""
+
+    @property
+    def filtered(self) -> torch.Tensor:
+        """The rows that are drawn under top-k, top-p or min-p; those in neither are greedy."""
+
+    @property
+    def temperatures(self) -> torch.Tensor:
+        """Of all rows."""
+
+    @property
+    def top_ps(self) -> torch.Tensor:
+        """Of all rows."""
+
+    @property
+    def top_ks(self) -> torch.Tensor:
+        """Of all rows."""
+
+    @property
+    def min_ps(self) -> torch.Tensor:
+        """Of all rows."""
+
+    @property
+    def uniforms(self) -> torch.Tensor:
+        """Of all rows."""
 
 
 def is_greedy(temperatures: Floats) -> npt.NDArray[np.bool_]:
@@ -64,40 +95,44 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token for each row; rows that only want their best token cost no more than that.
 
     Args:
         logits: [samples, vocab], floating point, not changed.
-        inputs: the step's; of them what concerns samples.
+        draws: the step's inputs; of them what concerns samples.
 
     Returns:
         int64 [samples], a valid token id in any case, and bool [samples]: whether all of the row's logits were finite.
     """
-    tokens = logits.max(dim=-1).indices  # a quarter of argmax's time on the CPU
     # A sum is finite if and only if all is; float16 could overflow in it, the others would have to reach 1e33.
     wide = torch.float32 if logits.dtype == torch.float16 else None
-    finite = logits.sum(dim=-1, dtype=wide).isfinite()
-    if inputs.plain.numel():
-        tokens[inputs.plain] = _draw_plain(logits, inputs)
-    if inputs.filtered.numel():
-        tokens[inputs.filtered] = _draw_filtered(logits, inputs)
-    return tokens, finite
+    return choose(logits, draws), logits.sum(dim=-1, dtype=wide).isfinite()
 
 
-def _draw_plain(logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+def choose(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Choose a token for each row, int64 [rows], never one whose logit is -inf while others are finite."""
+    tokens = logits.max(dim=-1).indices  # a quarter of argmax's time on the CPU
+    if draws.plain.numel():
+        tokens[draws.plain] = _draw_plain(logits, draws)
+    if draws.filtered.numel():
+        tokens[draws.filtered] = _draw_filtered(logits, draws)
+    return tokens
+
+
+def _draw_plain(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Draw from all tokens: int64 [rows]."""
-    rows = inputs.plain
-    weights = _scaled(logits[rows], inputs.temperatures[rows]).exp_()  # [rows, vocab]
-    return _invert(weights, inputs.uniforms[rows])
+    rows = draws.plain
+    weights = _scaled(logits[rows], draws.temperatures[rows]).exp_()  # [rows, vocab]
+    return _invert(weights, draws.uniforms[rows])
 
 
-def _draw_filtered(logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+def _draw_filtered(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Draw under top-k, top-p and min-p: int64 [rows]."""
-    rows = inputs.filtered
-    scaled = _scaled(logits[rows], inputs.temperatures[rows])  # [rows, vocab]
-    limits = (inputs.top_ks[rows], inputs.top_ps[rows], inputs.min_ps[rows])
-    drawn, uniform = torch.empty_like(rows), inputs.uniforms[rows]
+    rows = draws.filtered
+    scaled = _scaled(logits[rows], draws.temperatures[rows])  # [rows, vocab]
+    limits = (draws.top_ks[rows], draws.top_ps[rows], draws.min_ps[rows])
+    drawn, uniform = torch.empty_like(rows), draws.uniforms[rows]
     left = torch.arange(len(rows), device=rows.device)
     # On the CPU most rows are settled by few candidates; on a GPU to ask which would cost more than to sort.
     vocab = scaled.shape[1]

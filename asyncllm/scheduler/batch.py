@@ -7,10 +7,13 @@ it as late as it likes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["SAMPLED_LAST_STEP", "Batch", "StepResult"]
 
@@ -41,6 +44,9 @@ class Batch:
         seeds: int64 [samples].
         table_writes: int32 [3, writes]: slots, columns, pages; no cell twice.
         page_copies: int32 [2, copies]: source and target pages, copied whole, in every layer.
+        masks: for samples (places in `sample_rows`) that may be some tokens only: int32 [up to ceil(vocab / 32)],
+            token i allowed where bit i % 32 of word i // 32 is set, none past its end. Applied to the logits before
+            anything else.
     """
 
     index: int
@@ -56,6 +62,12 @@ class Batch:
     seeds: npt.NDArray[np.int64]
     table_writes: Ints
     page_copies: Ints
+    masks: Mapping[int, Ints] = dataclasses.field(default_factory=dict)
+
+    @property
+    def asking(self) -> list[int]:
+        """The samples that ask for more than temperature and filters, ascending; few steps have any."""
+        return sorted(self.masks)
 
     @property
     def rows(self) -> int:
