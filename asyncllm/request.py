@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asyncllm.kv.cache_manager import RequestPages
 
-__all__ = ["LEGAL_MOVES", "Request", "RequestState", "RowSampling"]
+__all__ = ["LEGAL_MOVES", "Request", "RequestState", "RowSampling", "TokenConstraint"]
 
 
 class RequestState(enum.Enum):
@@ -64,6 +66,23 @@ class RowSampling:
     seed: int
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next; owned by one request, used on the engine thread.
+
+    Attributes:
+        failure: why it can say no more; the request fails with its next token.
+    """
+
+    failure: str | None
+
+    def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Return which tokens may follow, as a row of `Batch.masks`: a new array.
+
+        Args:
+            generated: all tokens that were generated, committed ones only; those of the last call and maybe more.
+        """
+
+
 class Request:
     """A request as the scheduler sees it: token ids and counts, no text and no stream.
 
@@ -75,8 +94,11 @@ class Request:
         sampling: how its tokens are chosen.
         priority: higher first.
         namespace: requests of different namespaces never share KV.
+        constraint: which tokens it may generate; None: any.
 
     Attributes:
+        needs_committed_token: whether a step can only be built once the token before is committed; the request is
+            left out of the step that overlaps.
         state: where it is; changes through `move`.
         generated: committed token ids, the one that ended it included.
         computed: positions whose KV launched steps write or have written.
@@ -91,10 +113,12 @@ class Request:
         "cached_tokens",
         "committed",
         "computed",
+        "constraint",
         "generated",
         "last_step",
         "max_tokens",
         "namespace",
+        "needs_committed_token",
         "pages",
         "priority",
         "prompt",
@@ -115,6 +139,7 @@ class Request:
         sampling: RowSampling,
         priority: int = 0,
         namespace: str = "",
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = sequence
@@ -123,6 +148,8 @@ class Request:
         self.sampling = sampling
         self.priority = priority
         self.namespace = namespace
+        self.constraint = constraint
+        self.needs_committed_token = constraint is not None
         self.state = RequestState.PREPARING
         self.generated: list[int] = []
         self.computed = 0

@@ -3,6 +3,9 @@
 Runs on the engine thread; owns the decoding requests' columns. Invariant: the columns' first rows belong to the
 requests that decode, in the order in which they began to, and hold what the next step needs of them; a step
 changes them in place, so that its cost does not depend on how the values got there.
+
+A request whose next token depends on the last one in a way that only the host can follow (its text must keep to a
+structure) cannot be in a step before that token is committed. It is held back then, and the others go on.
 """
 
 from __future__ import annotations
@@ -36,10 +39,17 @@ class DecodingRows:
     Args:
         max_rows: most requests that decode at once.
         page_size: tokens of a page.
+
+    Attributes:
+        requests: all that decode.
+        in_step: those of them that are in the next step; set by `choose`.
     """
 
     def __init__(self, *, max_rows: int, page_size: int) -> None:
         self.requests: list[Request] = []
+        self.in_step: list[Request] = []
+        self._chosen: slice | npt.NDArray[np.int32] = slice(0)  # the rows of `in_step`
+        self._needing = 0  # how many rows may have to be held back
         self._pages: list[RequestPages] = []
         self._page_size = page_size
         self._slots = np.zeros(max_rows, dtype=np.int32)
@@ -82,6 +92,7 @@ class DecodingRows:
         self._top_ks[row] = sampling.top_k
         self._min_ps[row] = sampling.min_p
         self._seeds[row] = sampling.seed
+        self._needing += request.needs_committed_token
 
     def mark_stale(self) -> None:
         """Note that at least one of the requests decodes no more."""
@@ -100,48 +111,77 @@ class DecodingRows:
         mask = np.asarray(keep, dtype=np.bool_)
         for column in self._columns:
             column[: len(self.requests)] = column[:rows][mask]
+        self._needing = sum(request.needs_committed_token for request in self.requests)
+
+    def choose(self) -> None:
+        """Decide who is in the next step: all that decode, but those that wait for their last token's commit."""
+        self.compact()
+        self.in_step = self.requests
+        self._chosen = slice(len(self.requests))
+        if self._needing:
+            ready = [
+                row
+                for row, request in enumerate(self.requests)
+                if not request.needs_committed_token or request.sampled == len(request.generated)
+            ]
+            if len(ready) < len(self.requests):
+                self._chosen = np.asarray(ready, dtype=np.int32)
+                self.in_step = [self.requests[row] for row in ready]
 
     def page_needs(self) -> list[tuple[RequestPages, int]]:
-        """Return the rows whose next position needs a page: their pages, and their length after the step."""
-        rows = len(self.requests)
-        (short,) = (self._starts[:rows] >= self._room_ends[:rows]).nonzero()
+        """Return the rows in the step whose position needs a page: their pages, and their length after the step."""
+        (short,) = (self._starts[self._chosen] >= self._room_ends[self._chosen]).nonzero()
         if not len(short):
             return []
+        short = self._numbers[self._chosen][short]
         self._room_ends[short] += self._page_size
         lengths = (self._starts[short] + 1).tolist()
         return [(self._pages[row], length) for row, length in zip(short.tolist(), lengths, strict=True)]
 
     def batch(self, step: int, chunks: Sequence[PromptChunk], writes: StepWrites) -> Batch:
-        """Put a step together: one token of every row, then the chunks.
+        """Put a step together: one token of every row that is in it, then the chunks.
 
         Args:
             step: the step's number.
             chunks: parts of different prompts.
             writes: what the device does to page table and pages before the step.
         """
-        rows = len(self.requests)
+        rows, chosen = len(self.in_step), self._chosen
         last = [row for row, chunk in enumerate(chunks, start=rows) if chunk.last]
-        sampling = [chunk.request.sampling for chunk in chunks if chunk.last]
+        first_samples = [chunk.request for chunk in chunks if chunk.last]
+        sampling = [request.sampling for request in first_samples]
         return Batch(
             index=step,
-            slots=_join(self._slots[:rows], [chunk.pages.slot for chunk in chunks]),
-            starts=_join(self._starts[:rows], [chunk.start for chunk in chunks]),
+            slots=_join(self._slots[chosen], [chunk.pages.slot for chunk in chunks]),
+            starts=_join(self._starts[chosen], [chunk.start for chunk in chunks]),
             query_lens=_join(self._ones[:rows], [len(chunk.token_ids) for chunk in chunks]),
             token_ids=np.concatenate([self._sampled_last_step[:rows], *(chunk.token_ids for chunk in chunks)]),
             sample_rows=_join(self._numbers[:rows], last),
-            temperatures=_join(self._temperatures[:rows], [s.temperature for s in sampling]),
-            top_ps=_join(self._top_ps[:rows], [s.top_p for s in sampling]),
-            top_ks=_join(self._top_ks[:rows], [s.top_k for s in sampling]),
-            min_ps=_join(self._min_ps[:rows], [s.min_p for s in sampling]),
-            seeds=_join(self._seeds[:rows], [s.seed for s in sampling]),
+            temperatures=_join(self._temperatures[chosen], [s.temperature for s in sampling]),
+            top_ps=_join(self._top_ps[chosen], [s.top_p for s in sampling]),
+            top_ks=_join(self._top_ks[chosen], [s.top_k for s in sampling]),
+            min_ps=_join(self._min_ps[chosen], [s.min_p for s in sampling]),
+            seeds=_join(self._seeds[chosen], [s.seed for s in sampling]),
             table_writes=writes.table_writes,
             page_copies=writes.page_copies,
+            masks=self._masks(first_samples),
         )
 
+    def _masks(self, first_samples: Sequence[Request]) -> dict[int, npt.NDArray[np.int32]]:
+        """Ask the requests with a constraint what they may sample; by place among the step's samples."""
+        masks = {}
+        for sample, request in enumerate(self.in_step if self._needing else ()):
+            if request.constraint is not None:
+                masks[sample] = request.constraint.mask(request.generated)
+        for sample, request in enumerate(first_samples, start=len(self.in_step)):
+            if request.constraint is not None:
+                masks[sample] = request.constraint.mask(request.generated)
+        return masks
+
     def advance(self, step: int) -> None:
-        """Note that a step with one token of every row was launched."""
-        self._starts[: len(self.requests)] += 1
-        for request in self.requests:
+        """Note that the step was launched."""
+        self._starts[self._chosen] += 1
+        for request in self.in_step:
             request.computed += 1
             request.sampled += 1
             request.last_step = step

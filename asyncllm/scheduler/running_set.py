@@ -69,7 +69,7 @@ class RunningSet:
 
     def launch(self, step: int, chunks: Sequence[PromptChunk]) -> None:
         """Move the decoding requests and those of `chunks` to where they are when step number `step` has run."""
-        self.reserved_tokens -= len(self.rows)
+        self.reserved_tokens -= len(self.rows.in_step)
         self.rows.advance(step)
         for chunk in chunks:
             request = chunk.request

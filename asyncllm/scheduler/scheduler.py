@@ -152,15 +152,15 @@ class Scheduler:
         """
         step, rows = self._next_step, self._running.rows
         self._siblings.expire(step)
-        rows.compact()
-        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(rows))
-        if not chunks and not len(rows):
+        rows.choose()
+        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(rows.in_step))
+        if not chunks and not rows.in_step:
             return None
         owned = self._cache.owned_pages
         self._cache.grow([*rows.page_needs(), *((chunk.pages, chunk.end) for chunk in chunks)])
         self._admission.grew(self._cache.owned_pages - owned)
         batch = rows.batch(step, chunks, self._cache.take_step_writes())
-        decoding = tuple(rows.requests)
+        decoding = tuple(rows.in_step)
         in_step = (*decoding, *(chunk.request for chunk in chunks))
         self._running.launch(step, chunks)
         scheduled = ScheduledStep(

@@ -1,0 +1,109 @@
+"""Requests whose next step needs their last token on the host: they wait for its commit, and nobody else does."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncllm.request import RequestState
+from helpers.scheduling import World, make_request, reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from asyncllm.request import Request
+
+
+class Follower:
+    """A constraint that allows everything, and whose masks say for which place in which text they were asked."""
+
+    failure: str | None = None
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Check that no sampled token is missing."""
+        assert list(generated) == self.request.generated
+        assert len(generated) == self.request.sampled
+        return np.array([self.request.sequence, len(generated)], dtype=np.int32)
+
+
+def follow(request: Request) -> Request:
+    """Give a request a constraint."""
+    request.constraint = Follower(request)
+    request.needs_committed_token = True
+    return request
+
+
+def test_a_request_that_needs_its_token_is_left_out_of_the_overlapping_step_and_others_go_on() -> None:
+    world = World(pages=64, slots=4, depth=2)
+    free, bound = make_request(0, 3, 8), follow(make_request(1, 3, 4))
+    world.submit(free, bound)
+    names = [[request.sequence for request in step.rows] for step in world.steps()]
+    assert names == [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0, 1], [0]]
+    assert free.generated == reference(free)
+    assert bound.generated == reference(bound)
+    world.assert_idle()
+
+
+def test_without_overlap_a_request_that_needs_its_token_is_in_every_step() -> None:
+    world = World(pages=64, slots=4, depth=1)
+    bound = [follow(make_request(number, 3, 4)) for number in range(2)]
+    world.submit(*bound)
+    assert [len(step.rows) for step in world.steps()] == [2, 2, 2, 2]
+
+
+def test_nothing_is_launched_while_all_wait_for_a_commit() -> None:
+    world = World(pages=64, slots=4, depth=2)
+    world.submit(*(follow(make_request(number, 3, 4)) for number in range(3)))
+    assert world.launch() is not None
+    assert world.launch() is None
+    world.commit()
+    assert world.launch() is not None
+
+
+def disturb(world: World, draw: random.Random) -> None:
+    """Pause, park, resume or cancel somebody."""
+    decoding = [r for r in world.requests if r.state is RequestState.DECODING]
+    if decoding and draw.random() < 0.3:
+        world.pause(draw.choice(decoding))
+    paused = [r for r in world.requests if r.state is RequestState.PAUSED]
+    if paused and draw.random() < 0.4:
+        world.park(paused[0])
+        world.resume(paused[0])
+    live = [r for r in world.requests if r.state is RequestState.DECODING]
+    if live and draw.random() < 0.05:
+        world.end(draw.choice(live))
+
+
+def test_each_sample_of_a_constrained_request_has_its_mask_and_no_other_has_one() -> None:
+    draw = random.Random(5)
+    world = World(pages=600, page_size=2, slots=9, budget=24, depth=2, use_eos=True)
+    for number in range(60):
+        request = make_request(number, draw.randrange(1, 9), draw.randrange(1, 12))
+        world.submit(follow(request) if draw.random() < 0.5 else request)
+    masks = 0
+    while (step := world.launch()) is not None or world.in_flight:
+        if step is not None:
+            bound = {place: r for place, r in enumerate(step.sampled) if r.constraint is not None}
+            named = {place: mask.tolist() for place, mask in step.batch.masks.items()}
+            assert named == {place: [r.sequence, len(r.generated)] for place, r in bound.items()}
+            assert step.batch.slots.tolist() == [r.pages.slot for r in step.rows if r.pages is not None]
+            masks += len(named)
+        if len(world.in_flight) == 2 or step is None:
+            world.commit()
+        disturb(world, draw)
+    for request in world.requests:
+        if request.state is RequestState.PAUSED:
+            world.resume(request)
+    world.run()
+    world.assert_idle()
+    assert masks > 60
+    for request in world.requests:
+        expected = reference(request, use_eos=True)
+        assert request.generated == (expected[: len(request.generated)] if request in world.cancelled else expected)
