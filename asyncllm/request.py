@@ -26,7 +26,7 @@ class RequestState(enum.Enum):
 
     PREPARING = "preparing"  # its prompt is being tokenized
     WAITING = "waiting"  # complete, not admitted
-    PREFILLING = "prefilling"  # admitted; its prompt is computed in chunks
+    PREFILLING = "prefilling"  # admitted; its prompt (and what it generated, if it begins again) is computed in chunks
     DECODING = "decoding"  # its prompt is computed; one token a step
     PAUSED = "paused"  # its reader stopped; in no step, keeps its pages
     ENDING = "ending"  # its cause of end is known, a launched step still names it
@@ -39,7 +39,7 @@ LEGAL_MOVES: Final[dict[RequestState, frozenset[RequestState]]] = {
     _S.PREPARING: frozenset({_S.WAITING, _S.FINISHED}),
     _S.WAITING: frozenset({_S.PREFILLING, _S.FINISHED}),
     _S.PREFILLING: frozenset({_S.DECODING, _S.ENDING, _S.FINISHED}),
-    _S.DECODING: frozenset({_S.PAUSED, _S.ENDING, _S.FINISHED}),
+    _S.DECODING: frozenset({_S.PREFILLING, _S.PAUSED, _S.ENDING, _S.FINISHED}),  # PREFILLING: its step failed
     _S.PAUSED: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED}),
     _S.ENDING: frozenset({_S.FINISHED, _S.PREEMPTED}),
     _S.PREEMPTED: frozenset({_S.WAITING}),

@@ -255,6 +255,18 @@ class CacheManager:
         page_copies.setflags(write=False)
         return StepWrites(table_writes=table_writes, page_copies=page_copies)
 
+    def send_again(self) -> None:
+        """Have the next step write all rows and make all copies that no committed step has made.
+
+        For when a step failed: whether the device did its writes is not known then, and doing them twice is the
+        same as once.
+        """
+        self._table.send_again()
+        for slot, pages in self._attached.items():
+            if pages.source is not None:
+                target = self._table.row(slot)[pages.leased_pages]
+                self._copies[slot] = int(pages.source.pages[0]), int(target)
+
     def store(self, pages: RequestPages, tokens: npt.NDArray[np.int32], namespace: str) -> None:
         """Share what a running request has computed; at the commit of a prefill chunk.
 

@@ -89,6 +89,11 @@ class PageTable:
         cell = slot * self._max_pages + first
         self._pending.append(np.arange(cell, cell + len(pages), dtype=np.int64))
 
+    def send_again(self) -> None:
+        """Make every live row pending: what the device's table holds is not known, since a step failed."""
+        live = np.arange(self._max_pages) < self._lengths[:, None]
+        self._pending = [np.flatnonzero(live)]
+
     def take_writes(self) -> npt.NDArray[np.int32]:
         """Take what the device's table lacks: int32 [3, n], slots, columns and pages; no cell twice."""
         if not self._pending:

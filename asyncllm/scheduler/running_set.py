@@ -46,6 +46,7 @@ class RunningSet:
         self._admission = admission
         self._pages: dict[Request, RequestPages] = {}
         self._ending: list[Request] = []
+        self._sampled_since = 0  # the device has what was sampled last only from this step on
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -94,8 +95,36 @@ class RunningSet:
         self.rows.compact()  # drops the row that it may still have
         request.move(RequestState.DECODING)
         self.paused -= 1
-        if request.sampled < request.max_tokens:
+        if request.last_step < self._sampled_since:
+            self._compute_again(request)
+        elif request.sampled < request.max_tokens:
             self.rows.add(request, self._pages[request])
+
+    def roll_back(self, *, next_step: int) -> None:
+        """Return every request to what committed steps have done; no step is in flight any more.
+
+        Requests keep their pages. Those that decode start again from their last token: it is given to the next
+        step as a prompt's is, since what the device sampled last is not known.
+        """
+        self._sampled_since = next_step
+        again = []
+        for request, pages in self._pages.items():
+            if request.state is RequestState.ENDING:
+                continue
+            computed = request.committed if pages.source is None else pages.cached_tokens
+            self.reserved_tokens += request.computed - computed
+            request.computed = computed
+            request.sampled = len(request.generated)
+            if request.state is RequestState.DECODING:
+                again.append(request)
+        for request in reversed(again):
+            self._compute_again(request)
+        self.rows.mark_stale()
+        self.rows.compact()
+
+    def _compute_again(self, request: Request) -> None:
+        request.move(RequestState.PREFILLING)
+        self.prefilling.insert(0, request)
 
     def park(self, request: Request, *, committed_steps: int) -> bool:
         """Take back all that a paused request holds; False, and nothing is done, while a launched step names it."""

@@ -20,7 +20,7 @@ from asyncllm.scheduler.step import PromptChunk, ScheduledStep, SchedulingPolicy
 from asyncllm.scheduler.waiting_order import WaitingOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from asyncllm.kv.cache_manager import CacheManager, RequestPages
     from asyncllm.scheduler.batch import Batch
@@ -59,6 +59,7 @@ class Scheduler:
         self._admission = ReserveAdmission(cache)
         self._running = RunningSet(cache, self._admission, max_requests=policy.max_running_requests)
         self._in_flight: collections.deque[ScheduledStep] = collections.deque()
+        self._step_token_budget = policy.step_token_budget
         self._next_step = 0
         self._committed_steps = 0
 
@@ -98,12 +99,18 @@ class Scheduler:
             request.move(RequestState.WAITING)
             self._order.add(request)
 
-    def end(self, request: Request) -> bool:
+    def end(self, request: Request, *, keep_kv: bool = True) -> bool:
         """End a request, in whatever state it is: it is in no later step.
+
+        Args:
+            request: any that was submitted.
+            keep_kv: whether others may use what it has computed; not if that may be wrong.
 
         Returns:
             True if nothing of it is left; False if its last launched step is still to be committed.
         """
+        if not keep_kv:
+            request.committed = 0
         if request.state is RequestState.WAITING:
             if not self._siblings.leave(request):
                 self._order.remove(request)
@@ -144,8 +151,11 @@ class Scheduler:
         self.preemptions += parked
         return parked
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self, only: Collection[Request] | None = None) -> ScheduledStep | None:
         """Start waiting requests, put the next step together, and advance its requests as launched.
+
+        Args:
+            only: after `roll_back`, leave out all but these, and start none.
 
         Returns:
             the step, or None if nothing can run now.
@@ -153,7 +163,7 @@ class Scheduler:
         step, rows = self._next_step, self._running.rows
         self._siblings.expire(step)
         rows.choose()
-        chunks = self._plan_chunks(step, self._policy.step_token_budget - len(rows.in_step))
+        chunks = self._plan_chunks(step, self._step_token_budget - len(rows.in_step), only)
         if not chunks and not rows.in_step:
             return None
         owned = self._cache.owned_pages
@@ -177,8 +187,7 @@ class Scheduler:
     def commit(self, step: ScheduledStep, verdicts: Sequence[Verdict | None]) -> tuple[Request, ...]:
         """Take in what a step did, once it has run.
 
-        A step that failed is committed too: after `end` of all its requests, with no verdicts but None. Nothing of
-        a request that is ending enters the cache.
+        Nothing of a request that is ending enters the cache. A step that failed is not committed: `roll_back`.
 
         Args:
             step: the oldest step in flight.
@@ -198,6 +207,39 @@ class Scheduler:
             finished += self._running.finish_ending(committed_steps=self._committed_steps)
         return tuple(finished)
 
+    def roll_back(self) -> None:
+        """Forget the steps in flight, none of which is running any more: the oldest failed.
+
+        Each request returns to what committed steps have done, and starts again from there: what the steps wrote is
+        written again, by the same table writes and page copies, and seeds draw by position. Requests that are ending
+        have ended. The next step holds nothing that only the device knows.
+        """
+        self._in_flight.clear()
+        self._committed_steps = self._next_step
+        with self._cache.releasing():
+            self._running.finish_ending(committed_steps=self._committed_steps)
+        self._running.roll_back(next_step=self._next_step)
+        self._cache.send_again()
+
+    def start_alone(self, request: Request) -> bool:
+        """Start a request that was never submitted, ahead of all that wait; False if there is no room for it."""
+        if not self._cache.free_slots:
+            return False
+        pages = self._admission.start(request, self._cache.match(request.tokens(), request.namespace))
+        if pages is None:
+            return False
+        request.move(RequestState.WAITING)
+        self._running.begin(request, pages)
+        return True
+
+    def shrink_steps(self, failed: ScheduledStep) -> bool:
+        """Let all later steps have half the tokens of one for which there was no memory; False if that cannot be."""
+        half = max(failed.batch.query_tokens // 2, self._policy.max_running_requests + 1)
+        if half >= min(failed.batch.query_tokens, self._step_token_budget):
+            return False
+        self._step_token_budget = half
+        return True
+
     def check_integrity(self) -> None:
         """Compare all counts of pages and requests with what they count; O(pool).
 
@@ -206,12 +248,15 @@ class Scheduler:
         """
         self._running.check()
 
-    def _plan_chunks(self, step: int, budget: int) -> list[PromptChunk]:
+    def _plan_chunks(self, step: int, budget: int, only: Collection[Request] | None) -> list[PromptChunk]:
         """Give what decoding leaves of the budget to prompts, oldest first, starting requests while some is left."""
         chunks: list[PromptChunk] = []
         self.blocked = False
-        begun = iter(self._running.prefilling.copy())
-        while budget > 0 and (request := next(begun, None) or self._start_next(step)) is not None:
+        begun = iter([r for r in self._running.prefilling if only is None or r in only])
+        while budget > 0:
+            request = next(begun, None) or (self._start_next(step) if only is None else None)
+            if request is None:
+                break
             token_ids = request.tokens()[request.computed : request.computed + budget]
             chunks.append(
                 PromptChunk(

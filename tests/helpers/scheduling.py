@@ -8,17 +8,19 @@ was scheduled. What is free after a commit is poisoned in the device's order: af
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncllm.errors import IntegrityError
 from asyncllm.kv.cache_manager import CacheManager
 from asyncllm.request import Request, RequestState, RowSampling
 from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler, SchedulingPolicy, Verdict
 from asyncllm.testing.paged_tokens import PagedTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -155,9 +157,9 @@ class World:
         self._check()
         return parked
 
-    def launch(self) -> ScheduledStep | None:
+    def launch(self, only: Collection[Request] | None = None) -> ScheduledStep | None:
         """Schedule a step and put it in flight."""
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(only)
         self._check()
         if step is None:
             return None
@@ -190,6 +192,15 @@ class World:
         self._device_work.append(pool._stack[: pool.free_pages].astype(np.int64))
         return finished
 
+    def fail(self, *, written: bool, later_written: bool) -> None:
+        """Let the steps in flight fail, after the device has done all that it does for them, or nothing."""
+        for step, runs in zip(self.in_flight, [written, later_written], strict=False):
+            with contextlib.suppress(IntegrityError):  # a step behind one that did nothing reads what nobody wrote
+                self._run(step, runs=runs)
+        self.in_flight.clear()
+        self.scheduler.roll_back()
+        self._check()
+
     def turn(self) -> bool:
         """Launch as many steps as may be in flight, commit the oldest; return whether there was one."""
         return len(list(self.steps(1))) == 1
@@ -217,10 +228,12 @@ class World:
         assert self.cache.owned_pages == self.cache.leased_pages == 0
         self._check()
 
-    def _run(self, step: ScheduledStep) -> list[int]:
+    def _run(self, step: ScheduledStep, *, runs: bool = True) -> list[int]:
         while (work := self._device_work.popleft()) is not step:
             assert not isinstance(work, ScheduledStep)
             self.device.poison_pages(work)
+        if not runs:
+            return []
         batch = step.batch
         rows = self.device.step(batch)
         tokens = [next_token(rows.sequence(row).tolist()) for row in batch.sample_rows.tolist()]

@@ -103,6 +103,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run and commit the oldest step."""
         self.world.commit()
 
+    @precondition(lambda self: self.world.in_flight)
+    @rule(written=st.booleans(), later_written=st.booleans(), data=st.data())
+    def fail(self, *, written: bool, later_written: bool, data: st.DataObject) -> None:
+        """Lose the steps in flight, as a device does that raises, then try some of the requests by themselves."""
+        self.world.fail(written=written, later_written=later_written)
+        again = self._in(RequestState.PREFILLING)
+        if not again:
+            return
+        some = data.draw(st.lists(st.sampled_from(again), unique=True))
+        step = self.world.launch(only=some)
+        assert (step is None) == (not some)
+        if step is not None:
+            assert set(step.rows) <= set(some)
+            if data.draw(st.booleans()):
+                self.world.commit()
+                self.world.scheduler.roll_back()
+            else:
+                self.world.fail(written=data.draw(st.booleans()), later_written=False)
+
     @precondition(lambda self: self._live())
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
