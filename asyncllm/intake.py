@@ -18,6 +18,7 @@ from asyncllm.errors import InvalidRequestError, PromptTooLongError
 from asyncllm.kv.naive_cache import GROUP_PREFIX
 from asyncllm.request import Request, RowSampling
 from asyncllm.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
+from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.submission import ReadyRequest, Sink, Submission
 from asyncllm.text.advance import TextProgress
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from asyncllm.backend import OpenBackend
+    from asyncllm.request import TokenConstraint
+    from asyncllm.structure import Structure
     from asyncllm.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "SamplingFields"]
@@ -32,7 +35,8 @@ __all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "Samplin
 DEFAULT_MAX_TOKENS: Final = 1024
 LEAST_DEFAULT_MAX_TOKENS: Final = 16
 SHORT_TEXT_CHARACTERS: Final = 2048
-"""Longer texts are tokenized on a worker thread: a millisecond of the caller's loop is the most we take."""
+"""Longer texts are tokenized, and longer structures checked, on a worker thread: a millisecond of the caller's loop is
+the most we take."""
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, object]
@@ -52,6 +56,10 @@ class SamplingFields(TypedDict, total=False):
     include_stop: bool
     ignore_eos: bool
     skip_special_tokens: bool
+    json_schema: Mapping[str, object] | type | str | None
+    regex: str | None
+    choices: Iterable[str] | None
+    grammar: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,13 @@ class Intake:
         self._opened = opened
         self._seeds = random.Random(seed)  # noqa: S311  # seeds of samples, nothing secret
         self._pool_tokens = opened.num_pages * opened.page_size
+        self._structures = (
+            None
+            if opened.tokenizer is None
+            else StructureCompiler(
+                opened.tokenizer, eos_token_ids=opened.eos_token_ids, vocab_size=opened.model_config.vocab_size
+            )
+        )
 
     def draw_seed(self) -> int:
         """Draw a seed for a request without one."""
@@ -128,7 +143,8 @@ class Intake:
     ) -> Submission:
         """Check a call's arguments and build its submission.
 
-        Token ids and short texts are made ready here; longer ones by `Submission.prepare`, later.
+        Token ids and short texts are made ready here; longer ones, and structures that were not compiled before, by
+        `Submission.prepare`, later.
 
         Raises:
             InvalidRequestError: an argument cannot be served.
@@ -137,13 +153,22 @@ class Intake:
         self._check_params(params)
         seed = self.draw_seed() if params.seed is None else params.seed
         prompt = _own(prompt)
+        ids = self._prompt_ids(prompt) if _characters(prompt) <= SHORT_TEXT_CHARACTERS else None
+        if ids is None:
+            self._need_tokenizer("a text prompt")
+        else:
+            self._max_tokens(len(ids), params.max_tokens, request_id)
+        structure = params.structure
+        constraint = None if structure is None else self._compiled(structure)
 
         def prepare(sequence: int) -> ReadyRequest:
-            return self._ready(self._prompt_ids(prompt), params, options, seed, request_id, sequence)
+            own = constraint
+            if structure is not None and own is None:
+                own = self._structures_for(structure).compile(structure)
+            prompt_ids = self._prompt_ids(prompt) if ids is None else ids
+            return self._ready(prompt_ids, params, options, seed, request_id, sequence, own)
 
-        deferred = _characters(prompt) > SHORT_TEXT_CHARACTERS
-        if deferred:
-            self._need_tokenizer("a text prompt")
+        deferred = ids is None or (structure is not None and constraint is None)
         return Submission(
             request_id=request_id,
             sink=sink,
@@ -169,6 +194,20 @@ class Intake:
         if self._opened.tokenizer is None:
             raise InvalidRequestError(f"this model has no tokenizer, so {what} cannot be used: give token ids")
         return self._opened.tokenizer
+
+    def _compiled(self, structure: Structure) -> TokenConstraint | None:
+        """Return what keeps a text to its structure, if that is there; else check the structure, if it is short."""
+        structures = self._structures_for(structure)
+        constraint = structures.compiled(structure)
+        if constraint is None and len(structure.source) <= SHORT_TEXT_CHARACTERS:
+            structures.check(structure)
+        return constraint
+
+    def _structures_for(self, structure: Structure) -> StructureCompiler:
+        self._need_tokenizer(structure.kind)
+        if self._structures is None or not self._opened.eos_token_ids:
+            raise InvalidRequestError(f"this model names no end-of-sequence token, so {structure.kind} cannot end")
+        return self._structures
 
     def _prompt_ids(self, prompt: Prompt | ChatTurn) -> npt.NDArray[np.int32]:
         if isinstance(prompt, ChatTurn):
@@ -199,6 +238,7 @@ class Intake:
         seed: int,
         request_id: str,
         sequence: int,
+        constraint: TokenConstraint | None,
     ) -> ReadyRequest:
         max_tokens = self._max_tokens(len(ids), params.max_tokens, request_id)
         request = Request(
@@ -209,6 +249,7 @@ class Intake:
             sampling=self._row_sampling(params, seed),
             priority=options.priority,
             namespace=options.namespace,
+            constraint=constraint,
         )
         text = TextProgress(
             self._opened.tokenizer,

@@ -108,6 +108,9 @@ class LiveRequests:
         if submission.leaving is not None or submission.ready is None:
             self.end(submission)
             return None
+        if request.constraint is not None and request.constraint.failure is not None:
+            self.end(submission, error=self._failed(submission, request.constraint.failure))
+            return None
         if not finite:
             self.end(submission, error=self._failed(submission, "its logits were not finite"))
             return None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structure import Structure, choice_texts, json_schema_text, plain_text
 
 __all__ = ["GREEDY_BELOW_TEMPERATURE", "SamplingParams"]
 
@@ -42,6 +43,12 @@ class SamplingParams:
         include_stop: keep the stop text (or the stop token's text) in the completion's text.
         ignore_eos: go on past the model's end-of-sequence ids.
         skip_special_tokens: leave special tokens out of the text.
+        json_schema: the text is JSON that fits this schema: a mapping, a pydantic model class, or JSON. Its keywords
+            are kept to, or refused by name; properties come in the schema's order.
+        regex: the whole text matches this regular expression (of Rust's syntax: no look-around).
+        choices: the text is one of these.
+        grammar: the text follows this context-free grammar, in Lark's syntax or GBNF. At most one of these four can be
+            given. The text ends where it is complete, by an end-of-sequence id; `max_tokens` may cut it before.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names it, its value and the range.
@@ -58,6 +65,10 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    json_schema: Mapping[str, object] | type | str | None = None
+    regex: str | None = None
+    choices: Iterable[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, low=1)
@@ -71,6 +82,12 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "json_schema", json_schema_text(self.json_schema))
+        object.__setattr__(self, "regex", plain_text("regex", self.regex))
+        object.__setattr__(self, "choices", choice_texts(self.choices))
+        object.__setattr__(self, "grammar", plain_text("grammar", self.grammar))
+        if self.structure is not None and self.ignore_eos:
+            raise InvalidRequestError(f"ignore_eos cannot be given with {self.structure.kind}, which ends by itself")
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -81,6 +98,11 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """The stop token ids, in the order given."""
         return self.stop_token_ids if isinstance(self.stop_token_ids, tuple) else ()
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form that the text must have; None for any."""
+        return Structure.of(json_schema=self.json_schema, regex=self.regex, choices=self.choices, grammar=self.grammar)
 
 
 def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -23,10 +23,11 @@ PACKAGE: Final = ROOT / "asyncllm"
 
 # Each module belongs to one part. A part is named by its modules, or by the folder that holds them.
 PARTS: Final = {
-    "values": {"errors", "outputs", "config", "sampling_params", "request", "backend", "scheduler.batch"},
+    "values": {"errors", "outputs", "config", "structure", "sampling_params", "request", "backend", "scheduler.batch"},
     "kv": {"kv"},
     "scheduler": {"scheduler"},
     "text": {"text"},
+    "structured": {"structured"},
     "model": {"model"},
     "between threads": {"wakeups", "mailbox", "inbox", "submission", "front_desk", "stream", "batch_run"},
     "engine thread": {"engine_loop", "live_requests", "intake", "switch_interval"},
@@ -42,9 +43,10 @@ MAY_IMPORT: Final = {
     "kv": {"values"},
     "scheduler": {"values", "kv"},
     "text": {"values"},
+    "structured": {"values", "text"},
     "model": {"values", "text"},
     "between threads": {"values"},
-    "engine thread": {"values", "kv", "scheduler", "text", "between threads"},
+    "engine thread": {"values", "kv", "scheduler", "text", "structured", "between threads"},
     "progress bars": set[str](),
     "engine": {"values", "kv", "scheduler", "text", "model", "between threads", "engine thread", "progress bars"},
     "faces": {"values", "between threads", "engine thread", "progress bars", "engine"},
@@ -57,6 +59,7 @@ LIBRARIES: Final = {
     "kv": {"numpy"},
     "scheduler": {"numpy"},
     "text": {"numpy", "tokenizers", "transformers", "gguf", "jinja2"},
+    "structured": {"numpy", "llguidance"},
     "model": {"numpy", "torch", "transformers", "safetensors", "gguf", "huggingface_hub", "flash_attn", "triton"},
     "between threads": {"trio"},
     "engine thread": {"numpy"},
@@ -180,7 +183,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("folder", ["kv", "scheduler", "model", "text"])
+@pytest.mark.parametrize("folder", ["kv", "scheduler", "model", "text", "structured"])
 def test_policy_device_and_text_are_plain_synchronous_code(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         for node in ast.walk(parse(path)):
@@ -261,6 +264,7 @@ def test_importing_does_nothing_and_loads_no_torch(module: str) -> None:
         "huggingface_hub",
         "gguf",
         "jinja2",
+        "llguidance",
         "trio",
         "IPython",
     }

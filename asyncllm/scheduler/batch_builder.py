@@ -130,10 +130,9 @@ class DecodingRows:
 
     def page_needs(self) -> list[tuple[RequestPages, int]]:
         """Return the rows in the step whose position needs a page: their pages, and their length after the step."""
-        (short,) = (self._starts[self._chosen] >= self._room_ends[self._chosen]).nonzero()
+        short = self._numbers[self._chosen][self._starts[self._chosen] >= self._room_ends[self._chosen]]
         if not len(short):
             return []
-        short = self._numbers[self._chosen][short]
         self._room_ends[short] += self._page_size
         lengths = (self._starts[short] + 1).tolist()
         return [(self._pages[row], length) for row, length in zip(short.tolist(), lengths, strict=True)]

@@ -26,6 +26,8 @@ from asyncllm.testing.script import FunctionScript, HashedTokens, HashScript, Re
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from asyncllm.backend import LaunchedStep, Progress
     from asyncllm.config import EngineConfig
     from asyncllm.scheduler.batch import Batch
@@ -47,6 +49,8 @@ class ScriptedModel:
     Its tokens are the bytes of UTF-8, so that a text of n bytes is n tokens; `bos` and `eos` are special ones. It
     checks all that an engine does with KV pages: a step that reads a page which holds anything else than the
     request's own sequence raises `IntegrityError`.
+
+    Where a request's text must keep to a structure, the model says the nearest token that does.
 
     Args:
         replies: a mapping from prompt to reply, or a function from the prompt's text to the reply. A reply is a
@@ -203,11 +207,20 @@ class ScriptedRunner:
         sampled = batch.sample_rows.astype(np.int64)
         slots = batch.slots[sampled].astype(np.int64)
         tokens = np.asarray(self._script.next_tokens(rows, sampled, slots, batch.seeds), dtype=np.int64)
+        for sample, mask in batch.masks.items():
+            tokens[sample] = _nearest_allowed(int(tokens[sample]), mask)
         self._pages.keep_sampled(slots, rows.lengths[sampled], tokens)
         finite = np.ones(len(tokens), dtype=np.int64)
         if self._faults.spoils:
             finite[:] = [not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
         return np.stack([tokens, finite])
+
+
+def _nearest_allowed(token: int, mask: npt.NDArray[np.int32]) -> int:
+    """Return a token that its mask allows: the wanted one, else the next one there is."""
+    (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.VOCAB_SIZE].nonzero()
+    place = int(np.searchsorted(allowed, token))
+    return int(allowed[place % len(allowed)]) if len(allowed) else token
 
 
 def _model_config(max_model_tokens: int) -> ModelConfig:

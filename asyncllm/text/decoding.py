@@ -80,6 +80,21 @@ class Decoding:
         pieces = self._pieces[skip_special_tokens]
         return _ByteStream(pieces) if isinstance(pieces, _BytePieces) else _TextStream(pieces)
 
+    def token_bytes(self, vocab_size: int) -> list[bytes]:
+        """Return what each token adds to a text that has begun, special tokens' names included."""
+        pieces = self._pieces[False]
+        return [_as_bytes(pieces[token_id]) for token_id in range(vocab_size)]
+
+
+def _as_bytes(piece: str | bytes | int | None) -> bytes:
+    match piece:
+        case str():
+            return piece.encode()
+        case int():
+            return bytes((piece,))
+        case _:
+            return piece or b""
+
 
 def _stages(raw: tokenizers.Tokenizer) -> list[dict[str, object]]:
     """The decoder's parts, in order; none for a tokenizer without a decoder (its tokens are joined by spaces)."""

@@ -17,7 +17,7 @@ from asyncllm.text.decoding import DecodeStream, Decoding
 from asyncllm.text.encoding import encode_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import tokenizers
 
@@ -118,6 +118,15 @@ class Tokenizer:
             protect=marks.protect,
         )
         return marks.encode(text) if marks.used else self.encode(text, add_special_tokens=False)
+
+    def token_bytes(self) -> list[bytes]:
+        """Return what each token adds to a text that has begun, by id; nothing for ids that stand for no token."""
+        return self._decoding.token_bytes(self.vocab_size)
+
+    @property
+    def control_token_ids(self) -> Collection[int]:
+        """The ids of special tokens, which no caller's text can spell."""
+        return self._control_tokens.ids.values()
 
     def decode_stream(self, *, skip_special_tokens: bool) -> DecodeStream:
         """Return what follows a completion token by token, for a `Detokenizer`."""

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import queue
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +118,15 @@ class _Sampled:
         return [list(self.result.token_ids), [int(finite) for finite in self.result.finite]]
 
 
+def _same(now: object, then: object) -> bool:
+    """Whether arrays, and what holds arrays, are equal."""
+    if isinstance(now, Mapping) and isinstance(then, Mapping):
+        return now.keys() == then.keys() and all(_same(now[key], then[key]) for key in now)
+    if dataclasses.is_dataclass(now):
+        return all(_same(getattr(now, field.name), getattr(then, field.name)) for field in dataclasses.fields(now))
+    return np.array_equal(now, then)  # type: ignore[arg-type]  # numbers and arrays
+
+
 class LaggingRunner:
     """A `StepRunner` that launches the steps of another one late, and waits for each before the next.
 
@@ -135,7 +145,7 @@ class LaggingRunner:
         def run() -> _Sampled:
             for field in dataclasses.fields(batch):
                 now, then = getattr(batch, field.name), getattr(as_launched, field.name)
-                assert np.array_equal(now, then), f"step {batch.index}: {field.name} was changed after the launch"
+                assert _same(now, then), f"step {batch.index}: {field.name} was changed after the launch"
             return _Sampled(self._inner.launch(batch).result())
 
         return self.device.submit(batch.index, run)
