@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from array import array as packed
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypedDict
 
@@ -21,6 +22,7 @@ from asyncllm.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.submission import ReadyRequest, Sink, Submission
 from asyncllm.text.advance import TextProgress
+from asyncllm.text.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -158,6 +160,7 @@ class Intake:
             self._need_tokenizer("a text prompt")
         else:
             self._max_tokens(len(ids), params.max_tokens, request_id)
+        tools = prompt.tools if isinstance(prompt, ChatTurn) else None
         structure = params.structure
         constraint = None if structure is None else self._compiled(structure)
 
@@ -166,7 +169,7 @@ class Intake:
             if structure is not None and own is None:
                 own = self._structures_for(structure).compile(structure)
             prompt_ids = self._prompt_ids(prompt) if ids is None else ids
-            return self._ready(prompt_ids, params, options, seed, request_id, sequence, own)
+            return self._ready(prompt_ids, params, options, seed, request_id, sequence, own, tools)
 
         deferred = ids is None or (structure is not None and constraint is None)
         return Submission(
@@ -209,9 +212,9 @@ class Intake:
             raise InvalidRequestError(f"this model names no end-of-sequence token, so {structure.kind} cannot end")
         return self._structures
 
-    def _prompt_ids(self, prompt: Prompt | ChatTurn) -> npt.NDArray[np.int32]:
+    def _prompt_ids(self, prompt: str | ChatTurn | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         if isinstance(prompt, ChatTurn):
-            ids: Sequence[int] = self._need_tokenizer("chat").render_chat(
+            ids: Sequence[int] | npt.NDArray[np.int64] = self._need_tokenizer("chat").render_chat(
                 prompt.messages,
                 tools=prompt.tools,
                 continue_final_message=prompt.continue_final_message,
@@ -221,7 +224,7 @@ class Intake:
             ids = self._need_tokenizer("a text prompt").encode(prompt)
         else:
             ids = prompt
-        array = _id_array(ids)
+        array = ids if isinstance(ids, np.ndarray) else _id_array(ids)
         vocab_size = self._opened.model_config.vocab_size
         if array.size == 0:
             raise InvalidRequestError("the prompt has no tokens: give at least one")
@@ -239,6 +242,7 @@ class Intake:
         request_id: str,
         sequence: int,
         constraint: TokenConstraint | None,
+        tools: Sequence[Mapping[str, object]] | None,
     ) -> ReadyRequest:
         max_tokens = self._max_tokens(len(ids), params.max_tokens, request_id)
         request = Request(
@@ -251,15 +255,21 @@ class Intake:
             namespace=options.namespace,
             constraint=constraint,
         )
+        tokenizer = self._opened.tokenizer
         text = TextProgress(
-            self._opened.tokenizer,
-            () if self._opened.tokenizer is None else ids.tolist(),
+            tokenizer,
+            () if tokenizer is None else ids.tolist(),
             stop_texts=params.stop_texts,
             stop_ids=frozenset(params.stop_ids),
             eos_token_ids=frozenset() if params.ignore_eos else self._opened.eos_token_ids,
             include_stop=params.include_stop,
             skip_special_tokens=params.skip_special_tokens,
             max_tokens=max_tokens,
+            tools=None
+            if not tools or tokenizer is None
+            else ToolCallParser(
+                tokenizer, tools, skip_special_tokens=params.skip_special_tokens, request_id=request_id
+            ),
         )
         return ReadyRequest(request, text)
 
@@ -301,13 +311,13 @@ def _is_positive_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _own(prompt: Prompt | ChatTurn) -> Prompt | ChatTurn:
-    """Keep a copy of what a caller may change after the call."""
+def _own(prompt: Prompt | ChatTurn) -> str | ChatTurn | npt.NDArray[np.int64]:
+    """Keep a copy of what a caller may change after the call; token ids as an array."""
     if isinstance(prompt, str | ChatTurn):
         return prompt
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
         raise InvalidRequestError(f"a prompt is a text or a sequence of token ids, not {type(prompt).__name__}")
-    return tuple(prompt)
+    return _id_array(prompt)
 
 
 def _characters(prompt: Prompt | ChatTurn) -> int:
@@ -316,11 +326,20 @@ def _characters(prompt: Prompt | ChatTurn) -> int:
     return len(prompt) if isinstance(prompt, str) else 0
 
 
-def _id_array(ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    for kind in set(map(type, ids)):
+def _id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Copy ids: through `array`, the fastest way from a list, where it takes them; it refuses all but integers."""
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    ids = tuple(ids)
+    try:
+        copied = np.frombuffer(packed("Q", ids), dtype=np.int64)
+        doubtful = [ids[place] for place in (copied <= int(True)).nonzero()[0].tolist()]  # booleans look so
+    except (TypeError, OverflowError):
+        copied, doubtful = None, ids
+    for kind in set(map(type, doubtful)):
         if kind is bool or not issubclass(kind, int | np.integer):
             raise InvalidRequestError(f"a prompt of token ids holds integers, not {kind.__name__}")
     try:
-        return np.asarray(ids, dtype=np.int64).reshape(-1)
+        return np.asarray(ids, dtype=np.int64).reshape(-1) if copied is None else copied
     except OverflowError:
         raise InvalidRequestError("the prompt has an id far outside of the vocabulary") from None
