@@ -19,6 +19,7 @@ __all__ = [
     "StepRecord",
     "Timing",
     "Token",
+    "TokenLogprob",
     "Usage",
 ]
 
@@ -67,6 +68,24 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely one token was, and which were likeliest in its place.
+
+    Args:
+        id: the token's id.
+        logprob: natural logarithm of its probability.
+        rank: 1 + how many tokens were likelier.
+        top: `(id, logprob)` of the likeliest tokens, best first; as many as were asked for. -inf for tokens that
+            could not be chosen ("processed" mode).
+    """
+
+    id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """One generated token, as a stream yields it.
 
@@ -74,6 +93,8 @@ class Token:
         text: the text that became certain with this token; may be empty, may be more than its own.
         id: the token's id.
         index: its place in the completion, from 0.
+        logprob: natural logarithm of its probability, where `logprobs` was asked for.
+        top_logprobs: `(id, logprob)` of the likeliest tokens in its place, best first, as many as were asked for.
         finish_reason: None, but on the last token "stop" or "length".
         usage: None, but on the last token the request's counts.
     """
@@ -81,6 +102,8 @@ class Token:
     text: str
     id: int
     index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -100,7 +123,10 @@ class Completion:
         stop_reason: the stop text, or the id from `stop_token_ids`, that ended it; None for an end-of-sequence id.
         usage: token counts.
         timing: seconds.
-        seed: the seed of its draws, given or drawn.
+        seed: the seed of its draws, given or drawn: asked for with it, the same tokens are drawn again.
+        logprobs: one for each of `token_ids`, where `logprobs` was asked for.
+        prompt_logprobs: one for each token of the prompt (of those computed, if it ended earlier), None for the
+            first, where `prompt_logprobs` was asked for.
     """
 
     request_id: str
@@ -111,6 +137,8 @@ class Completion:
     usage: Usage
     timing: Timing
     seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def __str__(self) -> str:
         return self.text

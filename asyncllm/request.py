@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from asyncllm.kv.cache_manager import RequestPages
 
-__all__ = ["LEGAL_MOVES", "Request", "RequestState", "RowSampling", "TokenConstraint"]
+__all__ = ["LEGAL_MOVES", "LogitOptions", "Request", "RequestState", "RowSampling", "TokenConstraint"]
 
 
 class RequestState(enum.Enum):
@@ -47,6 +47,50 @@ LEGAL_MOVES: Final[dict[RequestState, frozenset[RequestState]]] = {
 }
 
 
+def _no_ids() -> npt.NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
+def _no_biases() -> npt.NDArray[np.float32]:
+    return np.zeros(0, dtype=np.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitOptions:
+    """What a request asks of its logits beyond temperature and filters: every value resolved, arrays never changed.
+
+    Args:
+        prompt_tokens: of the request; what it generates begins at this position.
+        repetition_penalty: > 0; 1.0 is off.
+        presence_penalty: 0.0 is off.
+        frequency_penalty: 0.0 is off.
+        bias_ids: int32 [n], distinct.
+        biases: float32 [n], added to the logits of `bias_ids`; -inf bans.
+        allowed_ids: int32 [n], the only ids that may be chosen; None: all.
+        late_ids: int32 [n], the ids that end the request, where it has a least number of tokens.
+        first_end: the first position at which one of `late_ids` may stand.
+        logprobs: how many of the likeliest tokens are told beside the chosen one; None: nothing is.
+        processed_logprobs: whether logprobs are those after all options, temperature and filters.
+    """
+
+    prompt_tokens: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=_no_ids)
+    biases: npt.NDArray[np.float32] = dataclasses.field(default_factory=_no_biases)
+    allowed_ids: npt.NDArray[np.int32] | None = None
+    late_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=_no_ids)
+    first_end: int = 0
+    logprobs: int | None = None
+    processed_logprobs: bool = False
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
     """How the device chooses one row's token: every value resolved, nothing left to a default.
@@ -57,6 +101,7 @@ class RowSampling:
         top_k: 0 is off.
         min_p: 0.0 is off.
         seed: 0 <= seed < 2**63.
+        options: what else is asked of its logits; None: nothing, the fast path.
     """
 
     temperature: float
@@ -64,6 +109,7 @@ class RowSampling:
     top_k: int
     min_p: float
     seed: int
+    options: LogitOptions | None = None
 
 
 class TokenConstraint(Protocol):
@@ -95,6 +141,8 @@ class Request:
         priority: higher first.
         namespace: requests of different namespaces never share KV.
         constraint: which tokens it may generate; None: any.
+        prompt_logprobs: how many of the likeliest tokens are told beside each of the prompt's; None: nothing is. Its
+            prompt is computed whole, whatever is cached.
 
     Attributes:
         needs_committed_token: whether a step can only be built once the token before is committed; the request is
@@ -122,6 +170,7 @@ class Request:
         "pages",
         "priority",
         "prompt",
+        "prompt_logprobs",
         "request_id",
         "sampled",
         "sampling",
@@ -140,6 +189,7 @@ class Request:
         priority: int = 0,
         namespace: str = "",
         constraint: TokenConstraint | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = sequence
@@ -148,6 +198,7 @@ class Request:
         self.sampling = sampling
         self.priority = priority
         self.namespace = namespace
+        self.prompt_logprobs = prompt_logprobs
         self.constraint = constraint
         self.needs_committed_token = constraint is not None
         self.state = RequestState.PREPARING

@@ -225,7 +225,11 @@ class BatchTensors:
             places=places,
             used=used,
             options=stage_options(
-                batch, np.arange(len(batch.sample_rows)), vocab_size=self._vocab_size, pinned=self._pinned
+                batch,
+                places=np.arange(len(batch.sample_rows)),
+                row_starts=query_starts[place_of_row],
+                vocab_size=self._vocab_size,
+                pinned=self._pinned,
             ),
         )
 

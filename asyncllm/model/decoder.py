@@ -41,7 +41,7 @@ class Layer:
 
 
 class Decoder:
-    """Compute logits for a step's tokens.
+    """Compute a step's tokens, and logits.
 
     Args:
         config: the model's shape.
@@ -89,7 +89,6 @@ class Decoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         cells: torch.Tensor,
-        sampled: torch.Tensor,
         *,
         kv: KVTensors,
         attend: StepAttention,
@@ -100,12 +99,11 @@ class Decoder:
             token_ids: int64 [tokens].
             positions: int64 [tokens].
             cells: int64 [tokens], where each token's keys and values go.
-            sampled: int64 [samples], the tokens whose logits are wanted.
             kv: written here, and read by `attend`.
             attend: this step's attention.
 
         Returns:
-            Logits [samples, vocab].
+            What `head` makes logits of, [tokens, hidden].
         """
         config, tokens = self.config, token_ids.shape[0]
         heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
@@ -125,8 +123,11 @@ class Decoder:
             x = layer.o.add_to(x, h.reshape(tokens, heads * config.head_dim))
             h = rms_norm(x, layer.post_attention_norm, eps)
             x = layer.down.add_to(x, layer.gate_up(h))
-        x = x[sampled]  # [samples, hidden]
-        return self.lm_head(rms_norm(x, self.norm, eps))
+        return x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the logits after some tokens, [tokens, vocab], of what the model gives for them."""
+        return self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -51,7 +51,7 @@ class DeviceModel:
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._attention = attention
-        self._options = OptionSampler()
+        self._options = OptionSampler(num_slots=num_slots + 1)
         with torch.inference_mode():
             self.kv = KVTensors(
                 num_layers=config.num_layers,
@@ -71,12 +71,13 @@ class DeviceModel:
         """Run a step: int64 [2, samples], token ids and whether all of a row's logits were finite."""
         inputs = staged.on_device(self._decoder.device)
         self.write_pages(inputs)
-        logits = self.logits(staged, inputs)
+        hidden = self.hidden(staged, inputs)
+        logits = self._decoder.head(hidden[inputs.sampled])
         tokens, finite = sample(logits, inputs)
         if staged.options is not None:
-            asking = staged.options.on_device(self._decoder.device)
-            tokens[asking.places], left = self._options.sample(logits, asking)
-            finite[asking.places] &= left
+            asked = self._options.sample(logits, staged.options, lambda places: self._decoder.head(hidden[places]))
+            tokens[asked.places] = asked.tokens
+            finite[asked.places] &= asked.left
         self._token_pool[inputs.sampled_slots] = tokens
         return torch.stack([tokens, finite.to(torch.int64)])
 
@@ -90,6 +91,10 @@ class DeviceModel:
 
     def logits(self, staged: StagedBatch, inputs: StepInputs) -> torch.Tensor:
         """Compute the step's tokens, their keys and values too: logits [samples, vocab]."""
+        return self._decoder.head(self.hidden(staged, inputs)[inputs.sampled])
+
+    def hidden(self, staged: StagedBatch, inputs: StepInputs) -> torch.Tensor:
+        """Compute the step's tokens, their keys and values too: what logits are made of, [tokens, hidden]."""
         page_size, slots = self.kv.page_size, inputs.slot_of_token
         token_ids = torch.where(inputs.token_ids < 0, self._token_pool[slots], inputs.token_ids)
         pages = self._page_table[slots, inputs.positions // page_size]
@@ -108,7 +113,6 @@ class DeviceModel:
             token_ids,
             inputs.positions,
             cells,
-            inputs.sampled,
             kv=self.kv,
             attend=self._attention.plan(rows),
         )

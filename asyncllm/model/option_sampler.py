@@ -1,42 +1,151 @@
-"""How the tokens of rows are chosen that ask for more than temperature and filters.
+"""How the tokens of rows are chosen that ask for more than temperature and filters, and what is told of them.
 
-Runs on the device. Invariant: a row's token depends on its own logits, options, history, seed and position only, and
-rows that ask for nothing are not looked at.
+Runs on the device. Owns the histories of rows that have penalties. Invariant: a row's token depends on its own
+logits, options, history, seed and position only, and rows that ask for nothing are not looked at.
 
-The order, all in float32: masks, then what `asyncllm.model.sampler` does.
+The rules, in the order in which vLLM applies them (transformers' agree, where it has them), all in float32:
+
+- a mask, then allowed ids: all other tokens are out;
+- what is banned is out: banned ids, and, for a least number of tokens, what would end the request before;
+- biases are added;
+- repetition penalty: the logit of every token in prompt or completion, once however often it is there, is divided by
+  the penalty if it is positive, else multiplied by it;
+- frequency penalty, times how often the token was generated, then presence penalty, if it was at all, are
+  subtracted (of the completion's tokens alone, as OpenAI defines them);
+- then what `asyncllm.model.sampler` does: temperature, filters, draw.
+
+Logprobs are those of the model (raw), or of what is drawn from (processed: after all of this; of a greedy row, after
+all but temperature and filters). A token's rank is 1 and how many tokens are likelier.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from asyncllm.model.sampler import choose
+from asyncllm.model.sampler import choose, drawn_from
 
 if TYPE_CHECKING:
-    from asyncllm.model.option_tensors import OptionInputs
+    from collections.abc import Callable
 
-__all__ = ["OptionSampler"]
+    from asyncllm.model.option_tensors import OptionInputs, StagedOptions
+
+__all__ = ["OptionSampler", "OptionSamples"]
+
+_LEAST_COLUMNS: Final = 256  # of the histories, which grow by doubling
+_SCORED_ELEMENTS: Final = 2**24  # logits of prompt tokens at once
+
+
+class OptionSamples(NamedTuple):
+    """What asking rows sample.
+
+    Args:
+        places: int64 [asking]: the row of the step's logits.
+        slots: int64 [asking].
+        tokens: int64 [asking], valid token ids in any case.
+        left: bool [asking]: whether any token was left to choose.
+    """
+
+    places: torch.Tensor
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    left: torch.Tensor
 
 
 class OptionSampler:
-    """Choose the asking rows' tokens."""
+    """Choose the asking rows' tokens.
 
-    def sample(self, logits: torch.Tensor, inputs: OptionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token for each asking row.
+    Args:
+        num_slots: requests at once.
+    """
+
+    def __init__(self, *, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._history: torch.Tensor | None = None  # int32 [num_slots, columns]: tokens by position
+
+    def sample(
+        self, logits: torch.Tensor, staged: StagedOptions, token_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> OptionSamples:
+        """Choose a token for each asking row, and leave what else is asked for in `staged.outcome`.
 
         Args:
             logits: [rows of the step, vocab], not changed.
-            inputs: the asking rows'.
-
-        Returns:
-            int64 [asking], a valid token id in any case, and bool [asking]: whether any token was left to choose.
+            staged: what is asked.
+            token_logits: gives the logits after query tokens of the step, named by int64 [n] places: [n, vocab].
         """
+        inputs = staged.on_device(logits.device)
+        most = staged.outcome.most
         edited = logits[inputs.places].to(torch.float32)  # [asking, vocab], a copy
-        if inputs.mask_rows.numel():
-            _apply_masks(edited, inputs.mask_rows, inputs.masks)
-        return choose(edited, inputs), edited.amax(dim=-1).isfinite()
+        raw = edited[inputs.raw_scored]
+        self._edit(edited, inputs, staged)
+        tokens = choose(edited, inputs) if edited.numel() else inputs.places
+        left = edited.amax(dim=-1).isfinite()
+        if self._history is not None and staged.longest:
+            rows = inputs.penalized
+            self._history[inputs.slots[rows], inputs.positions[rows]] = tokens[rows].to(torch.int32)
+        scores = []
+        if inputs.raw_scored.numel():
+            scores.append(_scores(raw, tokens[inputs.raw_scored], most))
+        if inputs.scored.numel():
+            scores.append(_scores(drawn_from(edited, inputs, inputs.scored), tokens[inputs.scored], most))
+        slices = max(_SCORED_ELEMENTS // logits.shape[-1], 1)
+        if inputs.prompt_places.numel():
+            for at, targets in zip(
+                inputs.prompt_places.split(slices), inputs.prompt_targets.split(slices), strict=True
+            ):
+                scores.append(_scores(token_logits(at).to(torch.float32), targets, most))
+        if scores:
+            staged.outcome.scores = torch.cat(scores).to("cpu", non_blocking=True)
+        return OptionSamples(inputs.places, inputs.slots, tokens, left)
+
+    def _edit(self, logits: torch.Tensor, inputs: OptionInputs, staged: StagedOptions) -> None:
+        """Apply everything before temperature to the asking rows' logits, in place."""
+        if inputs.masked.numel():
+            _apply_masks(logits, inputs.masked, inputs.masks)
+        if inputs.restricted.numel():
+            kept = logits[inputs.allowed_at, inputs.allowed_ids]
+            logits[inputs.restricted] = -torch.inf
+            logits[inputs.allowed_at, inputs.allowed_ids] = kept
+        if inputs.banned_at.numel():
+            logits[inputs.banned_at, inputs.banned_ids] = -torch.inf
+        if inputs.bias_at.numel():
+            logits[inputs.bias_at, inputs.bias_ids] += inputs.biases
+        if staged.longest:
+            self._penalize(logits, inputs, staged)
+
+    def _penalize(self, logits: torch.Tensor, inputs: OptionInputs, staged: StagedOptions) -> None:
+        """Apply penalties; only tokens of the histories are looked at, so the vocabulary's size costs nothing."""
+        history = self._histories(staged.longest, logits.device)
+        history[inputs.history_slots, inputs.history_columns] = inputs.history_tokens.to(torch.int32)
+        rows = inputs.penalized
+        lengths = inputs.positions[rows].unsqueeze(1)
+        columns = torch.arange(staged.longest, device=logits.device)
+        ids = history[inputs.slots[rows], : staged.longest].to(torch.int64)  # [penalized, longest]
+        ids = torch.where(columns < lengths, ids, ids[:, :1])  # past a row's end, a token that is there anyway
+        at = rows.unsqueeze(1)
+        values = logits[at, ids]
+        repetition = inputs.repetition.unsqueeze(1)
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        if staged.counts:
+            generated = (columns >= inputs.generated_from.unsqueeze(1)) & (columns < lengths)
+            counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.float32, device=logits.device)
+            counts = counts.scatter_add_(1, ids, generated.to(torch.float32)).gather(1, ids)
+            values -= inputs.frequency.unsqueeze(1) * counts
+            values -= inputs.presence.unsqueeze(1) * (counts > 0)
+        logits[at, ids] = values  # equal ids have equal values
+
+    def _histories(self, longest: int, device: torch.device) -> torch.Tensor:
+        """Return the histories, with room for this many tokens and one more."""
+        columns = _LEAST_COLUMNS if self._history is None else self._history.shape[1]
+        while columns <= longest:
+            columns *= 2
+        if self._history is None or columns > self._history.shape[1]:
+            grown = torch.zeros(self._num_slots, columns, dtype=torch.int32, device=device)
+            if self._history is not None:
+                grown[:, : self._history.shape[1]] = self._history
+            self._history = grown
+        return self._history
 
 
 def _apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -44,3 +153,12 @@ def _apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) 
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = ((masks.unsqueeze(-1) >> bits) & 1).view(len(masks), -1)[:, : logits.shape[1]]  # [masks, vocab]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
+
+
+def _scores(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Return each token's logprob and rank, and the likeliest tokens' ids and logprobs: see `OptionOutcome.scores`."""
+    chosen = logits.gather(1, tokens.unsqueeze(1))  # [rows, 1]
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    values, ids = logits.topk(min(most, logits.shape[1]), dim=-1)
+    parts = (chosen - total, 1 + (logits > chosen).sum(dim=-1, keepdim=True), ids, values - total)
+    return torch.cat([part.to(torch.float64) for part in parts], dim=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncllm.model.batch_tensors import BatchTensors
 from asyncllm.model.device_model import DeviceModel
+from asyncllm.model.option_outcome import OptionStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,7 @@ class ModelRunner:
         staged = self._staging.stage(batch)
         step = self._device.submit(batch.index, functools.partial(self._model.step, staged))
         staged.read_by(step)
-        return step
+        return step if staged.options is None else OptionStep(step, staged.options.outcome)
 
     def close(self) -> None:
         """Wait for what is launched, then give all memory back. Idempotent."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from asyncllm.scheduler.batch import Floats, Ints
 
-__all__ = ["MIN_TEMPERATURE", "Draws", "choose", "is_filtered", "is_greedy", "sample", "uniforms"]
+__all__ = ["MIN_TEMPERATURE", "Draws", "choose", "drawn_from", "is_filtered", "is_greedy", "sample", "uniforms"]
 
 MIN_TEMPERATURE: Final = 1e-5
 """Temperatures below this are greedy; as in vLLM."""
@@ -148,12 +148,28 @@ def _draw_among(
     scaled: torch.Tensor, limits: list[torch.Tensor], uniform: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw among the `width` best tokens: int64 [rows], and bool [rows], whether no token beyond was to be kept."""
-    vocab = scaled.shape[1]
-    top_k, top_p, min_p = (limit.unsqueeze(1) for limit in limits)  # [rows, 1]
-    if width < vocab:
+    if width < scaled.shape[1]:
         values, ids = scaled.topk(width, dim=-1)  # [rows, width], best first
     else:
         values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    kept, settled = _kept(scaled, values, limits)
+    place = _invert(values.exp() * kept, uniform)
+    return ids.gather(1, place.unsqueeze(1)).squeeze(1), settled
+
+
+def _kept(scaled: torch.Tensor, values: torch.Tensor, limits: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell which of the best tokens stay under top-k, top-p and min-p.
+
+    Args:
+        scaled: [rows, vocab], the best at 0.
+        values: [rows, width], the best of them, in order.
+        limits: top-k, top-p, min-p, [rows] each.
+
+    Returns:
+        bool [rows, width], the first ones of each row, and bool [rows]: whether no token beyond is to be kept.
+    """
+    vocab, width = scaled.shape[1], values.shape[1]
+    top_k, top_p, min_p = (limit.unsqueeze(1) for limit in limits)  # [rows, 1]
     top_k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
     probabilities = values.exp()  # relative to the best token's
     kept = values >= values.gather(1, (top_k - 1).clamp(max=width - 1))
@@ -163,8 +179,31 @@ def _draw_among(
     better = weights.cumsum(dim=-1) - weights  # the mass of better tokens
     last = (better < top_p * total).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     kept &= (values >= values.gather(1, last)) & (probabilities >= min_p)
-    place = _invert(weights * kept, uniform)
-    return ids.gather(1, place.unsqueeze(1)).squeeze(1), (complete & ~kept[:, -1:]).squeeze(1)
+    return kept, (complete & ~kept[:, -1:]).squeeze(1)
+
+
+def drawn_from(logits: torch.Tensor, draws: Draws, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits that rows are drawn from, up to a shift: float32 [rows, vocab], -inf where nothing is kept.
+
+    Those of greedy rows are as they are.
+
+    Args:
+        logits: [all rows, vocab].
+        draws: of all rows.
+        rows: int64 [rows], the wanted ones.
+    """
+    found = logits[rows].to(torch.float32)
+    drawn = torch.isin(rows, torch.cat([draws.plain, draws.filtered])).unsqueeze(1)
+    found = torch.where(drawn, _scaled(found, draws.temperatures[rows]), found)
+    (filtered,) = torch.isin(rows, draws.filtered).nonzero(as_tuple=True)
+    if filtered.numel():
+        scaled = found[filtered]
+        values = scaled.sort(dim=-1, descending=True).values
+        of = rows[filtered]
+        kept, _ = _kept(scaled, values, [draws.top_ks[of], draws.top_ps[of], draws.min_ps[of]])
+        least = values.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        found[filtered] = scaled.masked_fill_(scaled < least, -torch.inf)
+    return found
 
 
 def _scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

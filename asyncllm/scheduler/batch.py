@@ -15,13 +15,29 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SAMPLED_LAST_STEP", "Batch", "StepResult"]
+    from asyncllm.outputs import TokenLogprob
+    from asyncllm.request import LogitOptions
+
+__all__ = ["SAMPLED_LAST_STEP", "Batch", "PromptScores", "StepResult"]
 
 SAMPLED_LAST_STEP: Final = -1
 """A token id that means: the token that this row's slot sampled last, which only the device knows yet."""
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptScores:
+    """What is to be told of the prompt tokens that follow a row's query tokens.
+
+    Args:
+        targets: int32 [<= the row's query tokens]: the tokens after its first, second, ... query token.
+        logprobs: how many of the likeliest tokens beside each.
+    """
+
+    targets: Ints
+    logprobs: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +63,10 @@ class Batch:
         masks: for samples (places in `sample_rows`) that may be some tokens only: int32 [up to ceil(vocab / 32)],
             token i allowed where bit i % 32 of word i // 32 is set, none past its end. Applied to the logits before
             anything else.
+        options: for samples that ask for more than temperature and filters: what.
+        histories: for samples with options that look back: int32, all tokens of the row's sequence, where the device
+            may not have them: at the request's first sample since it got its slot, or got it to itself again.
+        prompt_scores: for rows (places in `slots`) whose prompt's logprobs are asked for.
     """
 
     index: int
@@ -63,11 +83,14 @@ class Batch:
     table_writes: Ints
     page_copies: Ints
     masks: Mapping[int, Ints] = dataclasses.field(default_factory=dict)
+    options: Mapping[int, LogitOptions] = dataclasses.field(default_factory=dict)
+    histories: Mapping[int, Ints] = dataclasses.field(default_factory=dict)
+    prompt_scores: Mapping[int, PromptScores] = dataclasses.field(default_factory=dict)
 
     @property
     def asking(self) -> list[int]:
-        """The samples that ask for more than temperature and filters, ascending; few steps have any."""
-        return sorted(self.masks)
+        """The samples with a mask or options, ascending; few steps have any."""
+        return sorted(self.masks.keys() | self.options.keys())
 
     @property
     def rows(self) -> int:
@@ -87,9 +110,14 @@ class StepResult:
     Args:
         index: the step's number.
         token_ids: one for each of `Batch.sample_rows`, in that order.
-        finite: False where that row's logits were not finite (its token means nothing then).
+        finite: False where that row's logits were not finite, or its options left no token (its token means nothing
+            then).
+        logprobs: by sample, where asked for.
+        prompt_logprobs: by row, one for each of `PromptScores.targets`.
     """
 
     index: int
     token_ids: tuple[int, ...]
     finite: tuple[bool, ...]
+    logprobs: Mapping[int, TokenLogprob] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)

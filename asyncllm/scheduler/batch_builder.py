@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncllm.request import RequestState
-from asyncllm.scheduler.batch import SAMPLED_LAST_STEP, Batch
+from asyncllm.scheduler.batch import SAMPLED_LAST_STEP, Batch, PromptScores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncllm.kv.cache_manager import RequestPages, StepWrites
-    from asyncllm.request import Request
+    from asyncllm.request import LogitOptions, Request, RowSampling
     from asyncllm.scheduler.step import PromptChunk
 
 __all__ = ["DecodingRows"]
@@ -74,6 +74,7 @@ class DecodingRows:
         self._ones = np.ones(max_rows, dtype=np.int32)
         self._sampled_last_step = np.full(max_rows, SAMPLED_LAST_STEP, dtype=np.int32)
         self._stale = False
+        self._asking = 0  # rows with options
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -93,6 +94,7 @@ class DecodingRows:
         self._min_ps[row] = sampling.min_p
         self._seeds[row] = sampling.seed
         self._needing += request.needs_committed_token
+        self._asking += sampling.options is not None
 
     def mark_stale(self) -> None:
         """Note that at least one of the requests decodes no more."""
@@ -111,6 +113,7 @@ class DecodingRows:
         mask = np.asarray(keep, dtype=np.bool_)
         for column in self._columns:
             column[: len(self.requests)] = column[:rows][mask]
+        self._asking = sum(request.sampling.options is not None for request in self.requests)
         self._needing = sum(request.needs_committed_token for request in self.requests)
 
     def choose(self) -> None:
@@ -164,7 +167,28 @@ class DecodingRows:
             table_writes=writes.table_writes,
             page_copies=writes.page_copies,
             masks=self._masks(first_samples),
+            options=(options := self._options(sampling)),
+            histories={
+                sample: request.tokens()
+                for sample, request in enumerate(first_samples, start=rows)
+                if sample in options and options[sample].penalizes
+            },
+            prompt_scores={
+                row: scores
+                for row, chunk in enumerate(chunks, start=rows)
+                if (scores := _prompt_scores(chunk)) is not None
+            },
         )
+
+    def _options(self, first_samples: Sequence[RowSampling]) -> dict[int, LogitOptions]:
+        """Return what samples ask for beyond temperature and filters; by place among the step's samples."""
+        decoding = [request.sampling for request in self.in_step] if self._asking else []
+        options = {}
+        for samplings, start in ((decoding, 0), (first_samples, len(self.in_step))):
+            for sample, sampling in enumerate(samplings, start=start):
+                if sampling.options is not None:
+                    options[sample] = sampling.options
+        return options
 
     def _masks(self, first_samples: Sequence[Request]) -> dict[int, npt.NDArray[np.int32]]:
         """Ask the requests with a constraint what they may sample; by place among the step's samples."""
@@ -186,6 +210,14 @@ class DecodingRows:
             request.last_step = step
             if request.sampled == request.max_tokens:  # a length finish is known before the token is
                 self._stale = True
+
+
+def _prompt_scores(chunk: PromptChunk) -> PromptScores | None:
+    """Return what is to be told of the prompt tokens that follow a chunk's, if anything."""
+    request = chunk.request
+    if request.prompt_logprobs is None or chunk.start + 1 >= len(request.prompt):
+        return None
+    return PromptScores(targets=request.prompt[chunk.start + 1 : chunk.end + 1], logprobs=request.prompt_logprobs)
 
 
 def _join(column: npt.NDArray[_Column], values: Sequence[float]) -> npt.NDArray[_Column]:

@@ -275,8 +275,9 @@ class Scheduler:
         while (request := self._order.head()) is not None:
             if self._admission.would_refuse(request):
                 break
-            match = self._cache.match(request.tokens(), request.namespace)
-            shares = self._policy.share_inflight_prefixes and self._cache.shares(request.namespace)
+            scores = request.prompt_logprobs is not None and not request.sampled  # all of its prompt is to be computed
+            match = self._cache.match(request.tokens()[:1] if scores else request.tokens(), request.namespace)
+            shares = not scores and self._policy.share_inflight_prefixes and self._cache.shares(request.namespace)
             if shares and self._siblings.wait(request, match, step):
                 continue
             pages = self._admission.start(request, match)

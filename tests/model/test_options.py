@@ -53,9 +53,9 @@ def tokens_of(logits: torch.Tensor, batch: Batch) -> tuple[list[int], list[bool]
     with torch.inference_mode():
         tokens, finite = sample(logits, staged.on_device(CPU))
         if staged.options is not None:
-            asking = staged.options.on_device(CPU)
-            tokens[asking.places], left = OptionSampler().sample(logits, asking)
-            finite[asking.places] &= left
+            asked = OptionSampler(num_slots=batch.rows).sample(logits, staged.options, lambda places: logits[places])
+            tokens[asked.places] = asked.tokens
+            finite[asked.places] &= asked.left
     return tokens.tolist(), finite.tolist()
 
 
