@@ -154,8 +154,8 @@ class Intake:
         """
         self._check_params(params)
         seed = self.draw_seed() if params.seed is None else params.seed
-        prompt = _own(prompt)
-        ids = self._prompt_ids(prompt) if _characters(prompt) <= SHORT_TEXT_CHARACTERS else None
+        kept = _own(prompt)
+        ids = self._prompt_ids(kept) if _characters(kept) <= SHORT_TEXT_CHARACTERS else None
         if ids is None:
             self._need_tokenizer("a text prompt")
         else:
@@ -168,7 +168,7 @@ class Intake:
             own = constraint
             if structure is not None and own is None:
                 own = self._structures_for(structure).compile(structure)
-            prompt_ids = self._prompt_ids(prompt) if ids is None else ids
+            prompt_ids = self._prompt_ids(kept) if ids is None else ids
             return self._ready(prompt_ids, params, options, seed, request_id, sequence, own, tools)
 
         deferred = ids is None or (structure is not None and constraint is None)
@@ -320,7 +320,7 @@ def _own(prompt: Prompt | ChatTurn) -> str | ChatTurn | npt.NDArray[np.int64]:
     return _id_array(prompt)
 
 
-def _characters(prompt: Prompt | ChatTurn) -> int:
+def _characters(prompt: str | ChatTurn | npt.NDArray[np.int64]) -> int:
     if isinstance(prompt, ChatTurn):
         return prompt.characters()
     return len(prompt) if isinstance(prompt, str) else 0
@@ -331,11 +331,14 @@ def _id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
     if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
         return ids.astype(np.int64)
     ids = tuple(ids)
+    copied: npt.NDArray[np.int64] | None = None
+    doubtful: Sequence[object] = ids
     try:
-        copied = np.frombuffer(packed("Q", ids), dtype=np.int64)
-        doubtful = [ids[place] for place in (copied <= int(True)).nonzero()[0].tolist()]  # booleans look so
+        taken = np.frombuffer(packed("Q", ids), dtype=np.int64)
+        doubtful = [ids[place] for place in np.flatnonzero(taken <= int(True)).tolist()]  # booleans look so
+        copied = taken
     except (TypeError, OverflowError):
-        copied, doubtful = None, ids
+        pass
     for kind in set(map(type, doubtful)):
         if kind is bool or not issubclass(kind, int | np.integer):
             raise InvalidRequestError(f"a prompt of token ids holds integers, not {kind.__name__}")
