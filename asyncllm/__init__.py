@@ -4,6 +4,7 @@ Importing starts nothing and loads no torch: a model's code is imported when an 
 """
 
 from asyncllm.config import EngineConfig
+from asyncllm.conversation import Conversation
 from asyncllm.engine import Engine
 from asyncllm.errors import (
     AsyncLLMError,
@@ -22,7 +23,18 @@ from asyncllm.errors import (
     StreamInUseError,
 )
 from asyncllm.llm import LLM
-from asyncllm.outputs import Completion, EngineState, EngineStats, StepRecord, Timing, Token, Usage
+from asyncllm.outputs import (
+    Completion,
+    EngineState,
+    EngineStats,
+    StepRecord,
+    Timing,
+    Token,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
@@ -31,6 +43,7 @@ __all__ = [
     "AsyncLLMError",
     "Completion",
     "ConfigurationError",
+    "Conversation",
     "DeadlineExceededError",
     "Engine",
     "EngineClosedError",
@@ -51,7 +64,10 @@ __all__ = [
     "StreamInUseError",
     "Timing",
     "Token",
+    "TokenLogprob",
     "TokenStream",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "__version__",
 ]

@@ -129,6 +129,8 @@ class LiveRequests:
         if submission.sink.wants_tokens:
             token = Token(
                 text=step.text,
+                content=step.text if step.content is None else step.content,
+                tool_calls=step.tool_calls,
                 id=token_id,
                 index=index,
                 finish_reason=step.finish_reason,
@@ -328,9 +330,13 @@ class LiveRequests:
         if first is not None and last is not None and len(token_ids) > 1:
             itl_mean = (last - first) / (len(token_ids) - 1)
         started = submission.submitted_at
+        text = "".join(submission.pieces)
+        tools = None if submission.ready is None else submission.ready.text.tools
         return Completion(
             request_id=submission.request_id,
-            text="".join(submission.pieces),
+            text=text,
+            content=text if tools is None else "".join(tools.content),
+            tool_calls=() if tools is None else tuple(tools.calls),
             token_ids=token_ids,
             finish_reason=reason,
             stop_reason=submission.stop_reason,

@@ -100,11 +100,22 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, object] | None = None,
         timeout: float | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Iterator[Token]:
-        """Yield the tokens of the next message of a conversation; as `stream` otherwise."""
-        return _tokens(self.engine.chat(messages, params, tools=tools, timeout=timeout, **fields))
+        """Yield the tokens of the next message of a conversation; as `Engine.chat` otherwise."""
+        stream = self.engine.chat(
+            messages,
+            params,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            template_options=template_options,
+            timeout=timeout,
+            **fields,
+        )
+        return _tokens(stream)
 
     def close(self) -> None:
         """Close the engine. Idempotent."""

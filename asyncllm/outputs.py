@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from typing import Literal
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Timing",
     "Token",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]
 
@@ -86,6 +89,43 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A function that the model wants to be called.
+
+    Args:
+        id: of this call, different from those of other requests; some templates want it with the result.
+        name: the function's.
+        arguments: by name, as the model wrote them; not checked against the function's schema.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, object]
+
+    def message(self, result: object) -> dict[str, object]:
+        """Return the message that tells the model the function's result: a text, or a value that becomes JSON."""
+        content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A part of a function call, as a stream yields it.
+
+    A call that never becomes complete, or is no JSON in the end, is none of the completion's `tool_calls`.
+
+    Args:
+        index: which call of the answer, from 0.
+        name: the function's, in the first part of each call.
+        arguments: the next part of the arguments' JSON.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """One generated token, as a stream yields it.
 
@@ -97,6 +137,8 @@ class Token:
         top_logprobs: `(id, logprob)` of the likeliest tokens in its place, best first, as many as were asked for.
         finish_reason: None, but on the last token "stop" or "length".
         usage: None, but on the last token the request's counts.
+        content: in a chat with tools, the text that is not part of a function call; else `text`.
+        tool_calls: in a chat with tools, the parts of function calls that came with this token.
     """
 
     text: str
@@ -106,6 +148,8 @@ class Token:
     top_logprobs: tuple[tuple[int, float], ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -123,6 +167,8 @@ class Completion:
         stop_reason: the stop text, or the id from `stop_token_ids`, that ended it; None for an end-of-sequence id.
         usage: token counts.
         timing: seconds.
+        content: in a chat with tools, the text that is not part of a function call; else `text`.
+        tool_calls: in a chat with tools, the function calls in the text.
         seed: the seed of its draws, given or drawn: asked for with it, the same tokens are drawn again.
         logprobs: one for each of `token_ids`, where `logprobs` was asked for.
         prompt_logprobs: one for each token of the prompt (of those computed, if it ended earlier), None for the
@@ -137,6 +183,8 @@ class Completion:
     usage: Usage
     timing: Timing
     seed: int
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 

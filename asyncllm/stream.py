@@ -17,6 +17,7 @@ from asyncllm.inbox import Cancel
 from asyncllm.outputs import Token
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
@@ -46,8 +47,8 @@ class TokenStream(AsyncGenerator[Token, None]):
         request_id: the request's id.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_consuming", "_desk", "_doors", "_ended", "_engine", "_finalizer",
-                 "_finish_reason", "_inbox", "_mailbox", "_submission", "request_id")  # fmt: skip
+    __slots__ = ("__weakref__", "_closed", "_consuming", "_desk", "_done_callbacks", "_doors", "_ended", "_engine",
+                 "_finalizer", "_finish_reason", "_inbox", "_mailbox", "_submission", "request_id")  # fmt: skip
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class TokenStream(AsyncGenerator[Token, None]):
         self._inbox = inbox
         self._doors = doors
         self._ended: Ended | None = None
+        self._done_callbacks: list[Callable[[Completion], object]] = []
         self._finish_reason: FinishReason | None = None
         self._consuming = False
         self._closed = False
@@ -134,6 +136,15 @@ class TokenStream(AsyncGenerator[Token, None]):
         self._finalizer.detach()
         if event.completion is not None:
             self._finish_reason = event.completion.finish_reason
+            for callback in self._done_callbacks:
+                callback(event.completion)
+
+    def add_done_callback(self, callback: Callable[[Completion], object]) -> None:
+        """Have `callback` called with the completion, once, by the reader that comes to the end.
+
+        Not called if the stream is left before, or ends with an error.
+        """
+        self._done_callbacks.append(callback)
 
     async def asend(self, value: None) -> Token:
         """Same as `__anext__`; `value` must be None."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncllm import Engine
+from asyncllm import Conversation, Engine
 
 
 async def ask() -> str:
@@ -20,16 +20,14 @@ async def ask() -> str:
 
 async def main() -> None:
     """Take turns until there is nothing more to say."""
-    messages: list[dict[str, str]] = []
     async with Engine("smollm2-135m-instruct") as engine:
+        talk = Conversation(engine)
         while text := await ask():
-            messages.append({"role": "user", "content": text})
-            async with engine.chat(messages, max_tokens=100) as stream:
+            async with talk.send(text, max_tokens=100) as stream:
                 async for token in stream:
                     print(token, end="", flush=True)
-            completion = await stream.result()
-            print(f"  [{completion.usage.cached_tokens} of {completion.usage.prompt_tokens} prompt tokens cached]")
-            messages.append({"role": "assistant", "content": completion.text})
+            usage = (await stream.result()).usage
+            print(f"  [{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached]")
 
 
 asyncio.run(main())

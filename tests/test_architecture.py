@@ -33,7 +33,7 @@ PARTS: Final = {
     "engine thread": {"engine_loop", "live_requests", "intake", "switch_interval"},
     "progress bars": {"progress"},
     "engine": {"engine", "lifecycle"},
-    "faces": {"llm", "__main__", ""},
+    "faces": {"llm", "conversation", "__main__", ""},
     "testing": {"testing"},
 }
 

@@ -41,6 +41,7 @@ _POOL_TOKENS: Final = 4096
 _PAGE_SIZE: Final = 16
 _MIN_PREFILL_CHUNK: Final = 64
 _STEP_TOKENS: Final = 512
+_CLOSING: Final = b'"}]'
 
 
 class ScriptedModel:
@@ -217,10 +218,15 @@ class ScriptedRunner:
 
 
 def _nearest_allowed(token: int, mask: npt.NDArray[np.int32]) -> int:
-    """Return a token that its mask allows: the wanted one, else the next one there is."""
-    (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.VOCAB_SIZE].nonzero()
-    place = int(np.searchsorted(allowed, token))
-    return int(allowed[place % len(allowed)]) if len(allowed) else token
+    """Return a token that its mask allows: the wanted one, else one that brings an end, else the next one there is."""
+    allowed: list[int] = (
+        np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.VOCAB_SIZE].nonzero()[0].tolist()
+    )
+    for wanted in (token, vocabulary.EOS_TOKEN_ID, *_CLOSING):
+        if wanted in allowed:
+            return wanted
+    after = [other for other in allowed if other > token] or [other for other in allowed if other > ord(" ")]
+    return (after or allowed or [token])[0]
 
 
 def _model_config(max_model_tokens: int) -> ModelConfig:

@@ -15,7 +15,9 @@ from asyncllm.text.stop_strings import StopMatcher
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from asyncllm.outputs import ToolCallDelta
     from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.text.tool_calls import ToolCallParser
 
 __all__ = ["TextProgress", "TextStep"]
 
@@ -28,11 +30,15 @@ class TextStep:
         text: text that became certain.
         finish_reason: "stop" or "length" if this token ends the request, else None.
         stop_reason: the stop text or stop id that ended it; None for an end-of-sequence id.
+        content: where function calls are looked for, the text outside of them; else None.
+        tool_calls: parts of function calls.
     """
 
     text: str
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
+    content: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class TextProgress:
@@ -48,9 +54,11 @@ class TextProgress:
             an end-of-sequence id's.
         skip_special_tokens: leave out the text of special tokens.
         max_tokens: tokens after which it ends.
+        min_tokens: stop texts are looked for in what comes after so many tokens.
+        tools: finds function calls in its text; None: they are not looked for.
     """
 
-    __slots__ = ("_eos_token_ids", "_include_stop", "_left", "_show_eos", "_stop_ids", "_text")
+    __slots__ = ("_early", "_eos_token_ids", "_include_stop", "_left", "_show_eos", "_stop_ids", "_text", "tools")
 
     def __init__(
         self,
@@ -63,7 +71,10 @@ class TextProgress:
         include_stop: bool,
         skip_special_tokens: bool,
         max_tokens: int,
+        min_tokens: int = 0,
+        tools: ToolCallParser | None = None,
     ) -> None:
+        self.tools = tools
         self._text = (
             None
             if tokenizer is None
@@ -77,16 +88,29 @@ class TextProgress:
         self._include_stop = include_stop
         self._show_eos = include_stop and not skip_special_tokens
         self._left = max_tokens
+        self._early = min_tokens
 
     def advance(self, token_id: int) -> TextStep:
         """Take the next committed token. Not to be called again after a step with a `finish_reason`."""
+        step = self._advance(token_id)
+        if self.tools is None:
+            return step
+        told = self.tools.add(token_id, step.text)
+        content, deltas = told.content, told.deltas
+        if step.finish_reason is not None:
+            told = self.tools.finish()
+            content, deltas = content + told.content, deltas + told.deltas
+        return TextStep(step.text, step.finish_reason, step.stop_reason, content, deltas)
+
+    def _advance(self, token_id: int) -> TextStep:
         self._left -= 1
+        self._early -= 1
         is_stop_id = token_id in self._stop_ids
         ends = is_stop_id or token_id in self._eos_token_ids
         text, stop = "", None
         if self._text is not None:
             if not ends or (self._include_stop if is_stop_id else self._show_eos):
-                text, stop = self._text.add(token_id)
+                text, stop = self._text.add(token_id, stoppable=self._early < 0)
             if stop is None and (ends or self._left <= 0):
                 rest, stop = self._text.finish()
                 text += rest
@@ -106,7 +130,9 @@ class _StoppableText:
         self._detokenizer = detokenizer
         self._matcher = matcher
 
-    def add(self, token_id: int) -> tuple[str, str | None]:
+    def add(self, token_id: int, *, stoppable: bool) -> tuple[str, str | None]:
+        if not stoppable:
+            return self._detokenizer.add(token_id), None
         released = self._matcher.feed(self._detokenizer.add(token_id))
         if released.stop is None and self._matcher.stops:
             # A stop in text that a later token could still change counts: ending here makes that text certain.

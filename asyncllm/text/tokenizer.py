@@ -123,6 +123,11 @@ class Tokenizer:
         """Return what each token adds to a text that has begun, by id; nothing for ids that stand for no token."""
         return self._decoding.token_bytes(self.vocab_size)
 
+    def control_tokens(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return those of the texts that are special tokens, by id."""
+        ids = self._control_tokens.ids
+        return {ids[text]: text for text in texts if text in ids}
+
     @property
     def control_token_ids(self) -> Collection[int]:
         """The ids of special tokens, which no caller's text can spell."""
