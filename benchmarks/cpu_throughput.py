@@ -24,7 +24,7 @@ from benchmarks.workloads import MEANING, NAMES
 
 SCRIPTS = {
     "asyncllm": "asyncllm_stream.py",
-    "openvino": "openvino.py",
+    "openvino": "openvino_stream.py",
     "vllm": "vllm_cpu.py",
     "llama-cpp": "llama_cpp_batch.py",
     "transformers": "transformers_generate.py",

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
+from asyncllm.model.layer_ops import PlainLayerOps
 from asyncllm.model.linear import PackedGatedLinear, PackedLinear, PlainGatedLinear, PlainLinear, can_pack
-from asyncllm.model.rope import RotaryTables, rotate
+from asyncllm.model.rope import RotaryTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncllm.model.attention.interface import StepAttention
     from asyncllm.model.kv_tensors import KVTensors
+    from asyncllm.model.layer_ops import LayerOps
     from asyncllm.model.linear import GatedLinear, Linear
     from asyncllm.model.model_config import ModelConfig
     from asyncllm.model.weights import WeightSource
@@ -49,6 +51,7 @@ class Decoder:
         dtype: of weights, activations and KV.
         device: where all of it lives.
         max_model_tokens: positions that the rotary tables cover.
+        ops: what runs between the products; None: plain torch.
         on_layer: told (layers done, layers) after each; raises to stop the loading.
 
     Raises:
@@ -64,12 +67,14 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_tokens: int,
+        ops: LayerOps | None = None,
         on_layer: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.max_model_tokens = max_model_tokens
+        self._ops = PlainLayerOps() if ops is None else ops
         self.rope = RotaryTables(
             config.rope, head_dim=config.head_dim, max_positions=max_model_tokens, dtype=dtype, device=device
         )
@@ -107,32 +112,21 @@ class Decoder:
         """
         config, tokens = self.config, token_ids.shape[0]
         heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
-        cos = self.rope.cos[positions].unsqueeze(1)  # [tokens, 1, head_dim]
-        sin = self.rope.sin[positions].unsqueeze(1)
+        ops, places = self._ops, self._ops.at(self.rope, positions, cells)
         x = F.embedding(token_ids, self.embedding)  # [tokens, hidden]
         for index, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.input_norm, eps)
+            h = ops.rms_norm(x, layer.input_norm, eps)
             qkv = layer.qkv(h).view(tokens, heads + 2 * kv_heads, config.head_dim)
-            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            if layer.qk_norm is not None:
-                qk = rms_norm(qk, None, eps) * layer.qk_norm  # each head by itself
-            qk = rotate(qk, cos, sin)
-            q, k = qk[:, :heads], qk[:, heads:]
-            kv.store(index, cells, k, v)
+            q = places.rotate_and_store(qkv, layer.qk_norm, eps, kv.keys[index], kv.values[index])
             h = attend(q, kv.keys[index], kv.values[index])  # [tokens, heads, head_dim]
             x = layer.o.add_to(x, h.reshape(tokens, heads * config.head_dim))
-            h = rms_norm(x, layer.post_attention_norm, eps)
+            h = ops.rms_norm(x, layer.post_attention_norm, eps)
             x = layer.down.add_to(x, layer.gate_up(h))
         return x
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits after some tokens, [tokens, vocab], of what the model gives for them."""
-        return self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Divide by the root mean square over the last dimension, then multiply by weight."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return self.lm_head(self._ops.rms_norm(x, self.norm, self.config.rms_norm_eps))
 
 
 class _Reader:

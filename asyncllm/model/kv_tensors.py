@@ -47,18 +47,6 @@ class KVTensors:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
-    def store(self, layer: int, cells: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer's keys and values.
-
-        Args:
-            layer: the layer's number.
-            cells: int64 [tokens], page * page_size + offset of each.
-            keys: [tokens, num_kv_heads, head_dim].
-            values: likewise.
-        """
-        self.keys[layer].flatten(0, 1).index_copy_(0, cells, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, cells, values)
-
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole pages in every layer: int64 [copies] each; no target is twice there or a source."""
         for tensor in (*self.keys, *self.values):

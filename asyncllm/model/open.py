@@ -15,7 +15,7 @@ import torch
 
 from asyncllm.backend import OpenBackend
 from asyncllm.errors import ConfigurationError
-from asyncllm.model.attention.choice import choose_attention
+from asyncllm.model.attention.choice import choose_kernels
 from asyncllm.model.checkpoint import Checkpoint
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.cpu_threads import limit_torch_threads
@@ -130,7 +130,7 @@ def _start_fused(
 def _start(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> tuple[StepRunner, Sizes, str]:
-    attention = choose_attention(config.attention_backend, device=device, dtype=dtype)
+    attention, ops = choose_kernels(config.attention_backend, model=checkpoint.config, device=device, dtype=dtype)
     sizes = _sizes(config, checkpoint.config, attention, device, dtype)
     progress(_WEIGHTS, 0, checkpoint.config.num_layers)
     decoder = Decoder(
@@ -139,6 +139,7 @@ def _start(
         dtype=dtype,
         device=device,
         max_model_tokens=sizes.max_model_tokens,
+        ops=ops,
         on_layer=functools.partial(progress, _WEIGHTS),
     )
     return _runner(config, decoder, attention, sizes, progress), sizes, attention.name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.errors import ConfigurationError
-from asyncllm.model.attention.choice import choose_attention
+from asyncllm.model.attention.choice import choose_kernels
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.model_config import ModelConfig
 from asyncllm.model.runner import ModelRunner
@@ -33,17 +33,22 @@ MODEL: dict[str, object] = {
 }
 
 
+def config() -> ModelConfig:
+    return ModelConfig.from_hf(make_reference("llama", MODEL).config.to_dict())
+
+
 def test_a_cpu_takes_no_gpu_kernels_and_says_what_it_takes() -> None:
-    with pytest.raises(ConfigurationError, match=r"'flash_attn2' does not run on a CPU; 'cpu' does"):
-        choose_attention("flash_attn2", device=torch.device("cpu"), dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"'flash_attn2' does not run on a CPU; 'native' and 'cpu' do"):
+        choose_kernels("flash_attn2", model=config(), device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
 def test_a_gpu_takes_no_cpu_kernels_and_float32_no_flash_attention() -> None:
     with pytest.raises(ConfigurationError, match="'cpu' does not run on cuda"):
-        choose_attention("cpu", device=torch.device("cuda"), dtype=torch.bfloat16)
+        choose_kernels("cpu", model=config(), device=torch.device("cuda"), dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="float32"):
-        choose_attention("flash_attn2", device=torch.device("cuda"), dtype=torch.float32)
-    assert choose_attention("auto", device=torch.device("cuda"), dtype=torch.float32).name == "torch"
+        choose_kernels("flash_attn2", model=config(), device=torch.device("cuda"), dtype=torch.float32)
+    attention, _ops = choose_kernels("auto", model=config(), device=torch.device("cuda"), dtype=torch.float32)
+    assert attention.name == "torch"
 
 
 def run_mixed_steps(reference: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
@@ -60,7 +65,7 @@ def run_mixed_steps(reference: PreTrainedModel, prompts: list[list[int]]) -> lis
     )
     runner = ModelRunner(
         decoder,
-        choose_attention("flash_attn2", device=device, dtype=torch.bfloat16),
+        choose_kernels("flash_attn2", model=decoder.config, device=device, dtype=torch.bfloat16)[0],
         CUDADevice(device),
         num_slots=len(prompts),
         max_step_tokens=512,

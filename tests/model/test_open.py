@@ -73,12 +73,12 @@ def tokens_of(model: Path, **fields: Any) -> list[tuple[int, ...]]:  # noqa: ANN
 
 
 def test_what_was_chosen_is_told_by_the_names_of_the_settings(tiny_model: TinyModel, opened: OpenModel) -> None:
-    backend = opened(tiny_model(), dtype="bfloat16", cpu_threads=1)
+    backend = opened(tiny_model(), dtype="float32", cpu_threads=1)
     resolved = dict(backend.resolved)
     EngineConfig(model="x", **resolved)  # type: ignore[arg-type]  # that they fit is what it checks
     assert resolved == {
         "device": "cpu",
-        "dtype": "bfloat16",
+        "dtype": "float32",
         "load_format": "safetensors",
         "cpu_threads": 1,
         "attention_backend": "cpu",

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
+from asyncllm.model.attention.chunks import attend_chunk, plan_chunks
 from asyncllm.model.attention.page_memory import PageMemory, Piece, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncllm.model.attention.chunks import Chunk
     from asyncllm.model.attention.interface import AttentionRows
     from asyncllm.scheduler.batch import Ints
 
@@ -39,16 +41,6 @@ class _Part:
     piece: Piece
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """A row of several tokens."""
-
-    first: int  # of its queries
-    last: int
-    piece: Piece
-    mask: torch.Tensor | None  # [queries, kv_len], added to scores; None: the row starts with its first query
-
-
 class FusedAttention:
     """Attend by parts.
 
@@ -62,22 +54,15 @@ class FusedAttention:
 
     def plan(self, rows: AttentionRows) -> _FusedStep:
         """See `AttentionBackend`."""
-        table, first = rows.page_table.numpy(), rows.one_token_rows
-        chunks = []
-        for row in range(first, len(rows.kv_lens)):
-            queries, kv_len = int(rows.query_lens[row]), int(rows.kv_lens[row])
-            piece = Piece.of(table[row, : -(-kv_len // rows.page_size)], kv_len)
-            mask = None if queries == kv_len else _causal_mask(queries, kv_len, self._dtype)
-            chunks.append(_Chunk(first=first, last=first + queries, piece=piece, mask=mask))
-            first += queries
         count = rows.one_token_rows
-        return _FusedStep(self._memory, _parts(table[:count], rows.kv_lens[:count], rows.page_size), count, chunks)
+        parts = _parts(rows.page_table.numpy()[:count], rows.kv_lens[:count], rows.page_size)
+        return _FusedStep(self._memory, parts, count, plan_chunks(rows, self._dtype))
 
 
 class _FusedStep:
     """A step's rows; a `StepAttention`."""
 
-    def __init__(self, memory: PageMemory, parts: list[_Part], one_token_rows: int, chunks: list[_Chunk]) -> None:
+    def __init__(self, memory: PageMemory, parts: list[_Part], one_token_rows: int, chunks: list[Chunk]) -> None:
         self._memory = memory
         self._parts = parts
         self._one_token_count = one_token_rows
@@ -89,13 +74,7 @@ class _FusedStep:
         out = []
         if self._parts:
             out.append(self._one_token_rows(queries[: self._one_token_count], keys, values))
-        for chunk in self._chunks:
-            k, v = self._memory.read(keys, values, chunk.piece)
-            q = queries[chunk.first : chunk.last].transpose(0, 1).unsqueeze(0)  # [1, heads, queries, head_dim]
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-            )
-            out.append(attended[0].transpose(0, 1))
+        out.extend(attend_chunk(chunk, self._memory, queries, keys, values) for chunk in self._chunks)
         return torch.cat(out)
 
     def _one_token_rows(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -198,9 +177,3 @@ def _places(parts: Sequence[_Part], count: int) -> tuple[torch.Tensor, torch.Ten
     most = max(map(len, of_row))
     padded = np.array([places + [-1] * (most - len(places)) for places in of_row], dtype=np.int64)
     return torch.from_numpy(padded.clip(min=0)), torch.from_numpy(padded < 0)[..., None, None]
-
-
-def _causal_mask(queries: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where the last `queries` of kv_len positions may look, -inf after that: [queries, kv_len]."""
-    mask = torch.full((queries, kv_len), -torch.inf, dtype=dtype, device="cpu")
-    return mask.triu_(kv_len - queries + 1)
