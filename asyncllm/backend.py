@@ -66,6 +66,9 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    suppress_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     max_new_tokens: int | None = None
 
 

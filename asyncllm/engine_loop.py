@@ -314,6 +314,8 @@ class EngineLoop:
         self._flights.popleft()
         scheduled = flight.scheduled
         now = self._last_step_at = time.monotonic()
+        if result.logprobs or result.prompt_logprobs:
+            self._live.note_findings(scheduled, result)
         verdicts = [
             self._live.advance(request, token_id, finite=finite, now=now)
             for request, token_id, finite in zip(scheduled.sampled, result.token_ids, result.finite, strict=True)

@@ -17,8 +17,8 @@ import numpy as np
 
 from asyncllm.errors import InvalidRequestError, PromptTooLongError
 from asyncllm.kv.naive_cache import GROUP_PREFIX
-from asyncllm.request import Request, RowSampling
-from asyncllm.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
+from asyncllm.request import Request
+from asyncllm.row_sampling import check_sampling, least_tokens, row_sampling
 from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.submission import ReadyRequest, Sink, Submission
 from asyncllm.text.advance import TextProgress
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from asyncllm.backend import OpenBackend
     from asyncllm.request import TokenConstraint
+    from asyncllm.sampling_params import LogitsHook, LogprobsMode, SamplingParams
     from asyncllm.structure import Structure
     from asyncllm.text.tokenizer import Tokenizer
 
@@ -48,15 +49,26 @@ class SamplingFields(TypedDict, total=False):
     """The fields of `SamplingParams`, as keywords of a call."""
 
     max_tokens: int | None
+    min_tokens: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None
+    allowed_token_ids: Iterable[int] | None
+    banned_token_ids: Iterable[int] | None
+    logits_hook: LogitsHook | None
     seed: int | None
     stop: str | Iterable[str] | None
     stop_token_ids: Iterable[int] | None
     include_stop: bool
     ignore_eos: bool
+    logprobs: int | None
+    logprobs_mode: LogprobsMode
+    prompt_logprobs: int | None
     skip_special_tokens: bool
     json_schema: Mapping[str, object] | type | str | None
     regex: str | None
@@ -159,7 +171,7 @@ class Intake:
         if ids is None:
             self._need_tokenizer("a text prompt")
         else:
-            self._max_tokens(len(ids), params.max_tokens, request_id)
+            self._max_tokens(len(ids), params, request_id)
         tools = prompt.tools if isinstance(prompt, ChatTurn) else None
         structure = params.structure
         constraint = None if structure is None else self._compiled(structure)
@@ -184,12 +196,8 @@ class Intake:
         )
 
     def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self._opened.model_config.vocab_size
-        for token_id in params.stop_ids:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids has {token_id}, outside of the vocabulary (0 to {vocab_size - 1})"
-                )
+        opened = self._opened
+        check_sampling(params, opened.generation, opened.model_config.vocab_size, opened.eos_token_ids)
         if params.stop_texts:
             self._need_tokenizer("stop")
 
@@ -244,16 +252,27 @@ class Intake:
         constraint: TokenConstraint | None,
         tools: Sequence[Mapping[str, object]] | None,
     ) -> ReadyRequest:
-        max_tokens = self._max_tokens(len(ids), params.max_tokens, request_id)
+        max_tokens = self._max_tokens(len(ids), params, request_id)
+        min_tokens = least_tokens(params, self._opened.generation, max_tokens=max_tokens)
+        eos_token_ids = frozenset() if params.ignore_eos else self._opened.eos_token_ids
         request = Request(
             request_id=request_id,
             sequence=sequence,
             prompt=ids,
             max_tokens=max_tokens,
-            sampling=self._row_sampling(params, seed),
+            sampling=row_sampling(
+                params,
+                self._opened.generation,
+                seed=seed,
+                vocab_size=self._opened.model_config.vocab_size,
+                prompt_tokens=len(ids),
+                min_tokens=min_tokens,
+                end_ids=eos_token_ids.union(params.stop_ids),
+            ),
             priority=options.priority,
             namespace=options.namespace,
             constraint=constraint,
+            prompt_logprobs=params.prompt_logprobs,
         )
         tokenizer = self._opened.tokenizer
         text = TextProgress(
@@ -261,10 +280,11 @@ class Intake:
             () if tokenizer is None else ids.tolist(),
             stop_texts=params.stop_texts,
             stop_ids=frozenset(params.stop_ids),
-            eos_token_ids=frozenset() if params.ignore_eos else self._opened.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             include_stop=params.include_stop,
             skip_special_tokens=params.skip_special_tokens,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             tools=None
             if not tools or tokenizer is None
             else ToolCallParser(
@@ -273,14 +293,18 @@ class Intake:
         )
         return ReadyRequest(request, text)
 
-    def _max_tokens(self, prompt_tokens: int, asked: int | None, request_id: str) -> int:
-        """Resolve `max_tokens`; refuse what cannot fit. The last token's KV is never written, so it needs no room."""
-        limit = min(self._opened.max_model_tokens, self._pool_tokens + 1)
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, request_id: str) -> int:
+        """Resolve `max_tokens`; refuse what cannot fit. The last token's KV is never written, so it needs no room.
+
+        A prompt that is only scored is one that samples a token, which is dropped; without a place of its own.
+        """
+        asked, pool = params.max_tokens, self._pool_tokens
+        limit = min(self._opened.max_model_tokens, pool if asked == 0 else pool + 1)
         room = limit - prompt_tokens
         if asked is not None and asked <= room:
-            return asked
+            return max(asked, 1)
         if asked is None and room >= 1:
-            base = self._opened.generation.max_new_tokens or DEFAULT_MAX_TOKENS
+            base = max(self._opened.generation.max_new_tokens or DEFAULT_MAX_TOKENS, params.min_tokens or 0)
             return min(base, room, max(self._pool_tokens // 4, LEAST_DEFAULT_MAX_TOKENS))
         wanted = 1 if asked is None else asked
         raise PromptTooLongError(
@@ -291,19 +315,6 @@ class Intake:
             limit_tokens=limit,
             pool_tokens=self._pool_tokens,
             request_id=request_id,
-        )
-
-    def _row_sampling(self, params: SamplingParams, seed: int) -> RowSampling:
-        defaults = self._opened.generation
-        temperature = defaults.temperature if params.temperature is None else float(params.temperature)
-        top_k = defaults.top_k if params.top_k is None else params.top_k
-        vocab_size = self._opened.model_config.vocab_size
-        return RowSampling(
-            temperature=0.0 if temperature < GREEDY_BELOW_TEMPERATURE else temperature,
-            top_p=defaults.top_p if params.top_p is None else float(params.top_p),
-            top_k=0 if top_k <= 0 or top_k >= vocab_size else top_k,
-            min_p=defaults.min_p if params.min_p is None else float(params.min_p),
-            seed=seed,
         )
 
 

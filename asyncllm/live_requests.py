@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from asyncllm.front_desk import FrontDesk
     from asyncllm.outputs import FinishReason
     from asyncllm.request import Request
-    from asyncllm.scheduler.scheduler import Scheduler
+    from asyncllm.scheduler.batch import StepResult
+    from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler
+    from asyncllm.text.advance import TextStep
     from asyncllm.wakeups import Door
 
 __all__ = ["LiveRequests"]
@@ -98,7 +100,16 @@ class LiveRequests:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def advance(  # noqa: PLR0911  # an exit for each fate
+    def note_findings(self, step: ScheduledStep, result: StepResult) -> None:
+        """Take what a step tells beside its tokens, before `advance`; few steps have any."""
+        for row, scores in result.prompt_logprobs.items():
+            if (submission := self._by_request.get(step.rows[row])) is not None:
+                submission.prompt_logprobs.extend(scores)
+        for sample, logprob in result.logprobs.items():
+            if (submission := self._by_request.get(step.sampled[sample])) is not None:
+                submission.logprobs.append(logprob)
+
+    def advance(  # noqa: C901, PLR0911  # an exit for each fate
         self, request: Request, token_id: int, *, finite: bool, now: float
     ) -> Verdict | None:
         """Take one sampled token: the scheduler's verdict, None if it is dropped. Delivers nothing yet."""
@@ -112,8 +123,11 @@ class LiveRequests:
             self.end(submission, error=self._failed(submission, request.constraint.failure))
             return None
         if not finite:
-            self.end(submission, error=self._failed(submission, "its logits were not finite"))
+            what = "its logits were not finite, or its options left no token"
+            self.end(submission, error=self._failed(submission, what))
             return None
+        if submission.params.max_tokens == 0:
+            return self._end_scored(submission, token_id)
         try:
             step = submission.ready.text.advance(token_id)
         except Exception as error:  # noqa: BLE001  # a tokenizer's fault is its own request's, whatever it is
@@ -125,23 +139,35 @@ class LiveRequests:
         self._note_time(submission, now)
         if step.text:
             submission.pieces.append(step.text)
-        index = len(request.generated)
         if submission.sink.wants_tokens:
-            token = Token(
-                text=step.text,
-                content=step.text if step.content is None else step.content,
-                tool_calls=step.tool_calls,
-                id=token_id,
-                index=index,
-                finish_reason=step.finish_reason,
-                usage=None if step.finish_reason is None else self._usage(submission, index + 1),
-            )
-            self._tokens.append((submission, token))
+            self._tokens.append((submission, self._token(submission, step, token_id, len(request.generated))))
         if step.finish_reason is None:
             return Verdict(token_id, ends=False)
         submission.stop_reason = step.stop_reason
         self._finish(submission, step.finish_reason, None)
         return Verdict(token_id, ends=True)
+
+    def _end_scored(self, submission: Submission, token_id: int) -> Verdict | None:
+        """End a request that only scores its prompt: the token that it sampled is none of its own."""
+        if self._desk.retire(submission) is not None:
+            self.end(submission)
+            return None
+        self._finish(submission, "length", None)
+        return Verdict(token_id, ends=True)
+
+    def _token(self, submission: Submission, step: TextStep, token_id: int, index: int) -> Token:
+        logprob = submission.logprobs[-1] if submission.logprobs else None
+        return Token(
+            text=step.text,
+            content=step.text if step.content is None else step.content,
+            tool_calls=step.tool_calls,
+            id=token_id,
+            index=index,
+            logprob=None if logprob is None else logprob.logprob,
+            top_logprobs=None if logprob is None else logprob.top,
+            finish_reason=step.finish_reason,
+            usage=None if step.finish_reason is None else self._usage(submission, index + 1),
+        )
 
     @staticmethod
     def _note_time(submission: Submission, now: float) -> None:
@@ -313,17 +339,18 @@ class LiveRequests:
 
     @staticmethod
     def _usage(submission: Submission, completion_tokens: int) -> Usage:
-        request = submission.request
+        request, asked = submission.request, submission.params.max_tokens
         return Usage(
             prompt_tokens=0 if request is None else len(request.prompt),
             cached_tokens=0 if request is None else request.cached_tokens,
             completion_tokens=completion_tokens,
-            max_tokens=(submission.params.max_tokens or 0) if request is None else request.max_tokens,
+            max_tokens=asked or 0 if request is None or asked == 0 else request.max_tokens,
         )
 
     def _completion(self, submission: Submission, reason: FinishReason) -> Completion:
         request = submission.request
-        token_ids = () if request is None else tuple(request.generated)
+        params = submission.params
+        token_ids = () if request is None or params.max_tokens == 0 else tuple(request.generated)
         now = time.monotonic()
         first, last = submission.first_token_at, submission.last_token_at
         itl_mean = None
@@ -349,4 +376,6 @@ class LiveRequests:
                 total_seconds=now - started,
             ),
             seed=submission.seed,
+            logprobs=None if params.logprobs is None else tuple(submission.logprobs[: len(token_ids)]),
+            prompt_logprobs=None if params.prompt_logprobs is None else (None, *submission.prompt_logprobs),
         )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncllm.kv.cache_manager import RequestPages
+    from asyncllm.sampling_params import LogitsHook
 
 __all__ = ["LEGAL_MOVES", "LogitOptions", "Request", "RequestState", "RowSampling", "TokenConstraint"]
 
@@ -71,6 +72,7 @@ class LogitOptions:
         first_end: the first position at which one of `late_ids` may stand.
         logprobs: how many of the likeliest tokens are told beside the chosen one; None: nothing is.
         processed_logprobs: whether logprobs are those after all options, temperature and filters.
+        hook: changes the logits of a row, float32 [vocab], given all tokens so far; on the engine thread.
     """
 
     prompt_tokens: int
@@ -84,6 +86,19 @@ class LogitOptions:
     first_end: int = 0
     logprobs: int | None = None
     processed_logprobs: bool = False
+    hook: LogitsHook | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether any of it changes or tells anything."""
+        return (
+            self.penalizes
+            or len(self.bias_ids) > 0
+            or self.allowed_ids is not None
+            or len(self.late_ids) > 0
+            or self.logprobs is not None
+            or self.hook is not None
+        )
 
     @property
     def penalizes(self) -> bool:

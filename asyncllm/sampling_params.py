@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structure import Structure, choice_texts, json_schema_text, plain_text
 
-__all__ = ["GREEDY_BELOW_TEMPERATURE", "SamplingParams"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GREEDY_BELOW_TEMPERATURE", "MOST_LOGPROBS", "LogitsHook", "LogprobsMode", "SamplingParams"]
+
+LogitsHook = Callable[[Sequence[int], "torch.Tensor"], "torch.Tensor | None"]
+"""What `SamplingParams.logits_hook` may be."""
+
+LogprobsMode = Literal["raw", "processed"]
 
 GREEDY_BELOW_TEMPERATURE: Final = 1e-3
 """Temperatures below this are greedy: dividing logits by less can overflow, and the result is the argmax anyway."""
+
+MOST_LOGPROBS: Final = 1024
+"""Most alternatives that can be asked for: they come to the host with every token."""
 
 _MAX_SEED: Final = 2**63 - 1
 
@@ -30,18 +41,40 @@ class SamplingParams:
 
     Args:
         max_tokens: most tokens to generate, >= 1. None: the generation config's `max_new_tokens`, else 1024,
-            cut to the room left in the context and to a quarter of the KV pool.
+            cut to the room left in the context and to a quarter of the KV pool. 0 with `prompt_logprobs` alone: the
+            prompt is scored, nothing is generated.
+        min_tokens: 0 <= min_tokens <= max_tokens; before so many tokens nothing ends the request: ids that would
+            (those that `ignore_eos` ignores do not) are banned, and stop texts are looked for in what comes after.
         temperature: >= 0; 0 (or below `GREEDY_BELOW_TEMPERATURE`) is greedy.
         top_p: keep the smallest set of tokens whose probability reaches this, 0 <= top_p <= 1; the best token
             is always kept, so 0 is greedy in effect; 1 is off.
         top_k: keep the k best tokens; 0 or -1 is off; more than the vocabulary is off.
         min_p: drop tokens less likely than this share of the best one's probability, 0 <= min_p <= 1; 0 is off.
+        repetition_penalty: > 0; the logit of every token that is in the prompt or was generated is divided by it if
+            positive, else multiplied by it, once however often the token is there; 1 is off.
+        presence_penalty: subtracted from the logit of every token that was generated; 0 is off.
+        frequency_penalty: subtracted as often as the token was generated; 0 is off. Both look at generated tokens
+            alone, as OpenAI and vLLM have it; the prompt's do not count.
+        logit_bias: id to bias, added to the logit before penalties; -inf bans, +inf is refused. Kept as pairs.
+        allowed_token_ids: the only ids that may be generated, at least one; None: all. A request whose options leave
+            no token fails with the first such token.
+        banned_token_ids: ids that are never generated.
+        logits_hook: called with all token ids so far (the prompt's too) and the logits, a float32 tensor [vocab] on
+            the CPU, once for every token, on the engine's thread: after penalties and biases, before temperature and
+            filters. It changes the logits in place and returns None, or returns new ones. It must not block. Its
+            request cannot be in the step that overlaps; if it raises, its request fails.
         seed: 0 <= seed < 2**63; a token's draw depends on (seed, position) only. None: one is drawn and
             reported in the completion.
         stop: a text or several; generation ends where the first of them completes. None empty.
         stop_token_ids: ids that end the request as an end-of-sequence id does.
         include_stop: keep the stop text (or the stop token's text) in the completion's text.
         ignore_eos: go on past the model's end-of-sequence ids.
+        logprobs: tell each token's logprob, and those of this many likeliest tokens, 0 <= logprobs <= `MOST_LOGPROBS`;
+            None: tell nothing.
+        logprobs_mode: "raw": the model's own, before all options; "processed": of what is drawn from, after options,
+            temperature and filters (-inf for what these dropped; of a greedy request, after all but temperature).
+        prompt_logprobs: the same for each token of the prompt but the first, always the model's own. The prompt is
+            then computed whole, whatever is cached.
         skip_special_tokens: leave special tokens out of the text.
         json_schema: the text is JSON that fits this schema: a mapping, a pydantic model class, or JSON. Its keywords
             are kept to, or refused by name; properties come in the schema's order.
@@ -55,15 +88,26 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
+    allowed_token_ids: Iterable[int] | None = None
+    banned_token_ids: Iterable[int] | None = None
+    logits_hook: LogitsHook | None = None
     seed: int | None = None
     stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] | None = None
     include_stop: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     json_schema: Mapping[str, object] | type | str | None = None
     regex: str | None = None
@@ -71,23 +115,46 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, low=1)
+        self._check_lengths()
         _check_float("temperature", self.temperature, low=0.0, high=math.inf)
         _check_float("top_p", self.top_p, low=0.0, high=1.0)
         _check_int("top_k", self.top_k, low=-1)
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, above=0.0)
+        _check_float("presence_penalty", self.presence_penalty)
+        _check_float("frequency_penalty", self.frequency_penalty)
         _check_int("seed", self.seed, low=0, high=_MAX_SEED)
+        _check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
+        _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MOST_LOGPROBS)
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise InvalidRequestError(f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
+        if self.logits_hook is not None and not callable(self.logits_hook):
+            raise InvalidRequestError(f"logits_hook must be a function of ids and logits, not {self.logits_hook!r}")
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            if (ids := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _ids(name, ids))
+        if self.allowed_token_ids == ():
+            raise InvalidRequestError("allowed_token_ids must hold at least one id: leave it out to allow all")
         object.__setattr__(self, "json_schema", json_schema_text(self.json_schema))
         object.__setattr__(self, "regex", plain_text("regex", self.regex))
         object.__setattr__(self, "choices", choice_texts(self.choices))
         object.__setattr__(self, "grammar", plain_text("grammar", self.grammar))
         if self.structure is not None and self.ignore_eos:
             raise InvalidRequestError(f"ignore_eos cannot be given with {self.structure.kind}, which ends by itself")
+        if self.structure is not None and self.min_tokens:
+            raise InvalidRequestError(f"min_tokens cannot be given with {self.structure.kind}, which ends by itself")
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens == 0 and not isinstance(self.max_tokens, bool) and self.prompt_logprobs is None:
+            raise InvalidRequestError("max_tokens must be an integer >= 1, not 0 (which needs prompt_logprobs)")
+        _check_int("max_tokens", self.max_tokens, low=0 if self.prompt_logprobs is not None else 1)
+        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -98,6 +165,21 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """The stop token ids, in the order given."""
         return self.stop_token_ids if isinstance(self.stop_token_ids, tuple) else ()
+
+    @property
+    def allowed_ids(self) -> tuple[int, ...] | None:
+        """The allowed token ids; None for all."""
+        return self.allowed_token_ids if isinstance(self.allowed_token_ids, tuple) else None
+
+    @property
+    def banned_ids(self) -> tuple[int, ...] | None:
+        """The banned token ids; None as the model's generation config says."""
+        return self.banned_token_ids if isinstance(self.banned_token_ids, tuple) else None
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The biases, by distinct ids."""
+        return self.logit_bias if isinstance(self.logit_bias, tuple) else ()
 
     @property
     def structure(self) -> Structure | None:
@@ -115,14 +197,36 @@ def _check_int(name: str, value: object, *, low: int, high: int | None = None) -
         raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
 
 
-def _check_float(name: str, value: object, *, low: float, high: float) -> None:
+def _check_float(
+    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
+) -> None:
     if value is None:
         return
-    allowed = f"a finite number >= {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
+    if above is not None:
+        allowed = f"a finite number > {above:g}"
+    elif high < math.inf:
+        allowed = f"a number from {low:g} to {high:g}"
+    else:
+        allowed = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be {allowed}, not {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not math.isfinite(value) or not low <= value <= high or (above is not None and value <= above):
         raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return None
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        biases = dict(pairs)  # type: ignore[call-overload]  # whatever it is, it is looked at below
+    except (TypeError, ValueError):
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {value!r}") from None
+    _ids("logit_bias", biases)
+    for token_id, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+            raise InvalidRequestError(f"logit_bias must hold finite numbers or -inf, not {bias!r} (of id {token_id})")
+    return tuple((token_id, float(bias)) for token_id, bias in biases.items())
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:

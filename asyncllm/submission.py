@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncllm.mailbox import Mailbox
-    from asyncllm.outputs import Completion, FinishReason, Token
+    from asyncllm.outputs import Completion, FinishReason, Token, TokenLogprob
     from asyncllm.request import Request
     from asyncllm.sampling_params import SamplingParams
     from asyncllm.text.advance import TextProgress
@@ -112,6 +112,8 @@ class Submission:
         leaving: why the caller wants it ended; set under the front desk's lock, read by the engine thread.
         admitted: whether it left the count of waiting requests. Engine thread.
         pieces: its text so far. Engine thread.
+        logprobs: of its tokens so far, as far as asked for. Engine thread.
+        prompt_logprobs: of its prompt's tokens from the second on, as far as asked for. Engine thread.
         submitted_at, admitted_at, first_token_at, last_token_at: `time.monotonic` seconds. Engine thread.
         longest_gap_seconds: the longest time between two tokens. Engine thread.
         stop_reason: what ended it. Engine thread.
@@ -128,10 +130,12 @@ class Submission:
         "first_token_at",
         "last_token_at",
         "leaving",
+        "logprobs",
         "longest_gap_seconds",
         "params",
         "pieces",
         "prepare",
+        "prompt_logprobs",
         "ready",
         "request_id",
         "seed",
@@ -168,6 +172,8 @@ class Submission:
         self.leaving: FinishReason | None = None
         self.admitted = False
         self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None

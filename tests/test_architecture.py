@@ -30,7 +30,7 @@ PARTS: Final = {
     "structured": {"structured"},
     "model": {"model"},
     "between threads": {"wakeups", "mailbox", "inbox", "submission", "front_desk", "stream", "batch_run"},
-    "engine thread": {"engine_loop", "live_requests", "intake", "switch_interval"},
+    "engine thread": {"engine_loop", "live_requests", "intake", "row_sampling", "switch_interval"},
     "progress bars": {"progress"},
     "engine": {"engine", "lifecycle"},
     "faces": {"llm", "conversation", "__main__", ""},

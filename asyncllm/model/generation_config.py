@@ -22,17 +22,15 @@ __all__ = ["GenerationConfig", "read_generation_config"]
 
 _FILE: Final = "generation_config.json"
 _ABOVE_ONE: Final = math.nextafter(1.0, 2.0)
+_LEAST_PENALTY: Final = math.nextafter(0.0, 1.0)
 _SAMPLING_TOP_K: Final = 50  # what transformers takes where it samples and nobody says
 # What would change the tokens and is not applied, with the value at which it would not.
 _NOT_APPLIED: Final[dict[str, object]] = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "num_beams": 1,
-    "min_new_tokens": 0,
-    "suppress_tokens": None,
     "bad_words_ids": None,
 }
 
@@ -65,13 +63,14 @@ def read_generation_config(folder: Path, *, vocab_size: int) -> GenerationConfig
     try:
         _warn(config)
         return GenerationConfig(
-            defaults=_defaults(config), eos_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id", vocab_size)
+            defaults=_defaults(config, vocab_size),
+            eos_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id", vocab_size),
         )
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 
 
-def _defaults(config: Config) -> GenerationDefaults:
+def _defaults(config: Config, vocab_size: int) -> GenerationDefaults:
     samples = config.get("do_sample") is not None and flag(config, "do_sample")
     new_tokens = config.get("max_new_tokens")
     return GenerationDefaults(
@@ -79,6 +78,9 @@ def _defaults(config: Config) -> GenerationDefaults:
         top_p=number(config, "top_p", low=0.0, below=_ABOVE_ONE, default=1.0),
         top_k=integer(config, "top_k", low=0, high=2**31 - 1, default=_SAMPLING_TOP_K if samples else 0),
         min_p=number(config, "min_p", low=0.0, below=_ABOVE_ONE, default=0.0),
+        repetition_penalty=number(config, "repetition_penalty", low=_LEAST_PENALTY, below=1e6, default=1.0),
+        suppress_token_ids=tuple(sorted(token_ids(config.get("suppress_tokens"), "suppress_tokens", vocab_size))),
+        min_new_tokens=integer(config, "min_new_tokens", low=0, high=2**31 - 1, default=0),
         max_new_tokens=None if new_tokens is None else integer(config, "max_new_tokens", high=2**31 - 1),
     )
 

@@ -364,6 +364,9 @@ def test_with_do_sample_what_is_left_out_is_what_transformers_takes(tmp_path: Pa
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"eos_token_id": 9}, "eos_token_id"),
         ({"top_k": "x"}, "top_k"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"suppress_tokens": [9]}, "suppress_tokens"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
     ],
     ids=str,
 )
@@ -373,11 +376,17 @@ def test_a_senseless_generation_config_is_refused_by_name(tmp_path: Path, fields
         read_generation_config(tmp_path, vocab_size=9)
 
 
+def test_penalty_suppressed_ids_and_least_length_are_read(tmp_path: Path) -> None:
+    write_generation(tmp_path, repetition_penalty=1.1, suppress_tokens=[7, 2], min_new_tokens=3)
+    defaults = read_generation_config(tmp_path, vocab_size=9).defaults
+    assert (defaults.repetition_penalty, defaults.suppress_token_ids, defaults.min_new_tokens) == (1.1, (2, 7), 3)
+
+
 def test_a_setting_that_is_not_applied_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_generation(tmp_path, repetition_penalty=1.1, num_beams=1)
+    write_generation(tmp_path, typical_p=0.9, num_beams=1)
     read_generation_config(tmp_path, vocab_size=9)
     assert [record.getMessage() for record in caplog.records] == [
-        "generation_config.json: repetition_penalty=1.1 is not applied"
+        "generation_config.json: typical_p=0.9 is not applied"
     ]
 
 
