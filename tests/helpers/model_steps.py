@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from asyncllm.model.attention.interface import AttentionBackend
+    from asyncllm.model.layer_ops import LayerOps
 
 __all__ = ["TensorSource", "TinyDecoder", "make_reference", "reference_logits"]
 
@@ -102,6 +103,7 @@ class TinyDecoder:
         shuffled: whether a slot's pages lie in random order.
         dtype: of the computation.
         attention: the kernels; None: those of the CPU.
+        kernels: likewise, with what runs between the products.
         padded_rows: put into every step.
     """
 
@@ -115,16 +117,18 @@ class TinyDecoder:
         shuffled: bool = True,
         dtype: torch.dtype = torch.float32,
         attention: AttentionBackend | None = None,
+        kernels: tuple[AttentionBackend, LayerOps] | None = None,
         padded_rows: int = 0,
     ) -> None:
         self.config = ModelConfig.from_hf(model.config.to_dict())
         max_tokens = max_model_tokens or self.config.max_position_embeddings
         max_pages = -(-max_tokens // page_size)
         self.source = TensorSource(model.state_dict())
-        decoder = Decoder(self.config, self.source, dtype=dtype, device=CPU, max_model_tokens=max_tokens)
+        chosen, ops = kernels or (attention or CPUAttention(dtype), None)
+        decoder = Decoder(self.config, self.source, dtype=dtype, device=CPU, max_model_tokens=max_tokens, ops=ops)
         self.model = DeviceModel(
             decoder,
-            attention or CPUAttention(dtype),
+            chosen,
             num_slots=num_slots,
             max_pages=max_pages,
             page_size=page_size,
