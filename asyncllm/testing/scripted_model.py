@@ -224,7 +224,7 @@ def _nearest_allowed(token: int, mask: npt.NDArray[np.int32]) -> int:
     )
     for wanted in (token, vocabulary.EOS_TOKEN_ID, *_CLOSING):
         if wanted in allowed:
-            return wanted
+            return int(wanted)
     after = [other for other in allowed if other > token] or [other for other in allowed if other > ord(" ")]
     return (after or allowed or [token])[0]
 

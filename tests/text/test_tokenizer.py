@@ -9,6 +9,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
 from asyncllm.errors import InvalidRequestError
@@ -113,3 +115,24 @@ def test_any_number_of_threads_at_once(tokenizer: Tokenizers) -> None:
 def test_chat_without_a_template_is_refused_by_name(tokenizer: Tokenizers) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         tokenizer("byte level").render_chat([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece", "gemma", "unigram", "wordpiece"])
+@given(ids=st.lists(st.integers(3, 80), max_size=12))
+def test_the_bytes_of_tokens_are_what_they_add_to_a_text(tokenizer: Tokenizers, name: str, ids: list[int]) -> None:
+    own = tokenizer(name)
+    before = own.encode("The")
+    data = b"".join(own.token_bytes()[token_id] for token_id in ids)
+    added = own.decode([*before, *ids], skip_special_tokens=False)[len(own.decode(before, skip_special_tokens=False)) :]
+    assert len(own.token_bytes()) == own.vocab_size
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return  # half a character: decoding has a replacement for it
+    assert text == added
+
+
+def test_special_tokens_are_told_from_others(tokenizer: Tokenizers) -> None:
+    own = tokenizer("sentencepiece")
+    assert sorted(own.control_token_ids) == [0, 1, 2]
+    assert own.control_tokens(["</s>", "<think>", "nothing"]) == {2: "</s>"}
