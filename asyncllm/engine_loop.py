@@ -314,7 +314,7 @@ class EngineLoop:
         self._flights.popleft()
         scheduled = flight.scheduled
         now = self._last_step_at = time.monotonic()
-        if result.logprobs or result.prompt_logprobs:
+        if result.logprobs or result.prompt_logprobs or result.failures:
             self._live.note_findings(scheduled, result)
         verdicts = [
             self._live.advance(request, token_id, finite=finite, now=now)

@@ -108,6 +108,9 @@ class LiveRequests:
         for sample, logprob in result.logprobs.items():
             if (submission := self._by_request.get(step.sampled[sample])) is not None:
                 submission.logprobs.append(logprob)
+        for sample, error in result.failures.items():
+            if (submission := self._by_request.get(step.sampled[sample])) is not None:
+                self.end(submission, error=self._failed(submission, "its logits hook failed", error))
 
     def advance(  # noqa: C901, PLR0911  # an exit for each fate
         self, request: Request, token_id: int, *, finite: bool, now: float

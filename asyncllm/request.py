@@ -126,6 +126,11 @@ class RowSampling:
     seed: int
     options: LogitOptions | None = None
 
+    @property
+    def hook(self) -> LogitsHook | None:
+        """The caller's function that changes logits, if there is one."""
+        return None if self.options is None else self.options.hook
+
 
 class TokenConstraint(Protocol):
     """Says which tokens may come next; owned by one request, used on the engine thread.
@@ -215,7 +220,7 @@ class Request:
         self.namespace = namespace
         self.prompt_logprobs = prompt_logprobs
         self.constraint = constraint
-        self.needs_committed_token = constraint is not None
+        self.needs_committed_token = constraint is not None or sampling.hook is not None
         self.state = RequestState.PREPARING
         self.generated: list[int] = []
         self.computed = 0

@@ -101,7 +101,7 @@ def row_sampling(
         top_k=0 if top_k <= 0 or top_k >= vocab_size else top_k,
         min_p=defaults.min_p if params.min_p is None else float(params.min_p),
         seed=seed,
-        options=options if options.asks else None,
+        options=options if options.asks and params.max_tokens != 0 else None,  # scoring chooses nothing
     )
 
 

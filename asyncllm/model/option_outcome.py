@@ -1,25 +1,33 @@
-"""What a step found out for rows that ask for more than a token: logprobs, on their way back to the host.
+"""What a step found out for rows that ask for more than a token, on its way back: logprobs, logits for hooks.
 
 Made on the engine thread with the step, filled on the device, read on the engine thread once the step is done.
-Invariant: of the vocabulary nothing comes to the host but the tokens that were asked for.
+Invariant: but for rows with a hook, nothing of the vocabulary comes to the host but the tokens that were asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncllm.outputs import TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
     from asyncllm.backend import LaunchedStep
+    from asyncllm.model.logits_hooks import HookedRow
     from asyncllm.scheduler.batch import PromptScores, StepResult
 
-__all__ = ["OptionOutcome", "OptionStep"]
+__all__ = ["OptionOutcome", "OptionStep", "Outcome"]
+
+
+class Outcome(Protocol):
+    """What rows ask for beside tokens."""
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Return the result with it; called once, on the engine thread."""
 
 
 class OptionOutcome:
@@ -29,18 +37,28 @@ class OptionOutcome:
         samples: the samples whose logprobs are asked for, each with the number of likeliest tokens, in the order in
             which the device puts them.
         prompts: what is asked of prompts, by row; they follow the samples.
+        hooked: the rows with a hook, in the order in which the device puts them.
 
     Attributes:
         scores: float64 [asked for, 2 + 2 * most]: logprob, rank, then ids and then logprobs of the likeliest tokens.
             Set by the step; on the host, right once the step is done. (float64 holds ids and ranks exactly.)
+        hook_logits: float32 [2, hooked, vocab]: the model's, and those for the hook. Set likewise.
     """
 
-    __slots__ = ("_prompts", "_samples", "scores")
+    __slots__ = ("_hooked", "_prompts", "_samples", "hook_logits", "scores")
 
-    def __init__(self, *, samples: Sequence[tuple[int, int]], prompts: Mapping[int, PromptScores]) -> None:
+    def __init__(
+        self,
+        *,
+        samples: Sequence[tuple[int, int]],
+        prompts: Mapping[int, PromptScores],
+        hooked: Sequence[HookedRow] = (),
+    ) -> None:
         self._samples = samples
         self._prompts = prompts
+        self._hooked = hooked
         self.scores: torch.Tensor | None = None
+        self.hook_logits: torch.Tensor | None = None
 
     @property
     def most(self) -> int:
@@ -48,25 +66,48 @@ class OptionOutcome:
         return max((*(top for _, top in self._samples), *(each.logprobs for each in self._prompts.values())), default=0)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return the result with what was asked for."""
-        if self.scores is None:
-            return result
-        rows = iter(self.scores.tolist())
-        logprobs = {sample: self._logprob(result.token_ids[sample], next(rows), top) for sample, top in self._samples}
+        """Return the result with what was asked for; calls the hooks, so once."""
+        if self.scores is not None:
+            result = self._with_logprobs(result, iter(self.scores.tolist()))
+        if self.hook_logits is not None:
+            result = self._with_hooks(result, *self.hook_logits.clone())  # outside of inference mode: may be changed
+        return result
+
+    def _with_logprobs(self, result: StepResult, rows: Iterator[list[float]]) -> StepResult:
+        most = self.most
+        logprobs = {sample: _logprob(result.token_ids[sample], next(rows), most, k) for sample, k in self._samples}
         prompt_logprobs = {
-            row: tuple(self._logprob(target, next(rows), scores.logprobs) for target in scores.targets.tolist())
+            row: tuple(_logprob(target, next(rows), most, scores.logprobs) for target in scores.targets.tolist())
             for row, scores in self._prompts.items()
         }
         return dataclasses.replace(result, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def _logprob(self, token_id: int, scores: list[float], top: int) -> TokenLogprob:
-        ids, logprobs = scores[2 : 2 + top], scores[2 + self.most :]
-        return TokenLogprob(
-            id=token_id,
-            logprob=scores[0],
-            rank=int(scores[1]),
-            top=tuple(zip(map(int, ids), logprobs, strict=False)),
-        )
+    def _with_hooks(self, result: StepResult, raw: torch.Tensor, edited: torch.Tensor) -> StepResult:
+        token_ids, logprobs, failures = list(result.token_ids), dict(result.logprobs), dict(result.failures)
+        for row, (raw_row, edited_row) in zip(self._hooked, zip(raw, edited, strict=True), strict=True):
+            if not result.finite[row.sample]:
+                continue
+            try:
+                token_id, scores = row.choose(raw_row, edited_row)
+            except Exception as error:  # noqa: BLE001 - a caller's function: its own request fails
+                failures[row.sample] = error
+                continue
+            token_ids[row.sample] = token_id
+            if scores is not None:
+                count = row.options.logprobs or 0
+                logprobs[row.sample] = _logprob(token_id, scores, count, count)
+        return dataclasses.replace(result, token_ids=tuple(token_ids), logprobs=logprobs, failures=failures)
+
+
+def _logprob(token_id: int, scores: Sequence[float], most: int, count: int) -> TokenLogprob:
+    """Read one row of scores that has `most` likeliest tokens, of which `count` are wanted."""
+    ids, logprobs = scores[2 : 2 + count], scores[2 + most : 2 + most + count]
+    return TokenLogprob(
+        id=token_id,
+        logprob=scores[0],
+        rank=int(scores[1]),
+        top=tuple(zip(map(int, ids), logprobs, strict=True)),
+    )
 
 
 class OptionStep:
@@ -77,9 +118,10 @@ class OptionStep:
         outcome: what it finds out beside tokens.
     """
 
-    __slots__ = ("_outcome", "_step")
+    __slots__ = ("_outcome", "_result", "_step")
 
-    def __init__(self, step: LaunchedStep, outcome: OptionOutcome) -> None:
+    def __init__(self, step: LaunchedStep, outcome: Outcome) -> None:
+        self._result: StepResult | None = None
         self._step = step
         self._outcome = outcome
 
@@ -96,5 +138,7 @@ class OptionStep:
         self._step.wait()
 
     def result(self) -> StepResult:
-        """Return what was sampled, with what was asked for. Blocks until done."""
-        return self._outcome.complete(self._step.result())
+        """Return what was sampled, with what was asked for; the first call calls hooks. Blocks until done."""
+        if self._result is None:
+            self._result = self._outcome.complete(self._step.result())
+        return self._result

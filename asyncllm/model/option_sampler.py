@@ -12,6 +12,7 @@ The rules, in the order in which vLLM applies them (transformers' agree, where i
   the penalty if it is positive, else multiplied by it;
 - frequency penalty, times how often the token was generated, then presence penalty, if it was at all, are
   subtracted (of the completion's tokens alone, as OpenAI defines them);
+- then a hook, which runs on the host, and so does the rest for its row;
 - then what `asyncllm.model.sampler` does: temperature, filters, draw.
 
 Logprobs are those of the model (raw), or of what is drawn from (processed: after all of this; of a greedy row, after
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from asyncllm.model.sampler import choose, drawn_from
+from asyncllm.model.sampler import choose, drawn_from, score_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,15 +87,18 @@ class OptionSampler:
             self._history[inputs.slots[rows], inputs.positions[rows]] = tokens[rows].to(torch.int32)
         scores = []
         if inputs.raw_scored.numel():
-            scores.append(_scores(raw, tokens[inputs.raw_scored], most))
+            scores.append(score_tokens(raw, tokens[inputs.raw_scored], most))
         if inputs.scored.numel():
-            scores.append(_scores(drawn_from(edited, inputs, inputs.scored), tokens[inputs.scored], most))
+            scores.append(score_tokens(drawn_from(edited, inputs, inputs.scored), tokens[inputs.scored], most))
         slices = max(_SCORED_ELEMENTS // logits.shape[-1], 1)
         if inputs.prompt_places.numel():
             for at, targets in zip(
                 inputs.prompt_places.split(slices), inputs.prompt_targets.split(slices), strict=True
             ):
-                scores.append(_scores(token_logits(at).to(torch.float32), targets, most))
+                scores.append(score_tokens(token_logits(at).to(torch.float32), targets, most))
+        if inputs.hooked.numel():
+            found = logits[inputs.places[inputs.hooked]].to(torch.float32), edited[inputs.hooked]
+            staged.outcome.hook_logits = torch.stack(found).to("cpu", non_blocking=True)
         if scores:
             staged.outcome.scores = torch.cat(scores).to("cpu", non_blocking=True)
         return OptionSamples(inputs.places, inputs.slots, tokens, left)
@@ -153,12 +157,3 @@ def _apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) 
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     allowed = ((masks.unsqueeze(-1) >> bits) & 1).view(len(masks), -1)[:, : logits.shape[1]]  # [masks, vocab]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
-
-
-def _scores(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Return each token's logprob and rank, and the likeliest tokens' ids and logprobs: see `OptionOutcome.scores`."""
-    chosen = logits.gather(1, tokens.unsqueeze(1))  # [rows, 1]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    values, ids = logits.topk(min(most, logits.shape[1]), dim=-1)
-    parts = (chosen - total, 1 + (logits > chosen).sum(dim=-1, keepdim=True), ids, values - total)
-    return torch.cat([part.to(torch.float64) for part in parts], dim=1)

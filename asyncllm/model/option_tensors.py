@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from asyncllm.model.logits_hooks import Draw, HookedRow
 from asyncllm.model.option_outcome import OptionOutcome
 from asyncllm.model.sampler import is_filtered, is_greedy, uniforms
 
@@ -64,6 +65,7 @@ class OptionInputs:
         history_slots, history_columns, history_tokens: int64 [n]: what the device lacks of histories.
         raw_scored: int64: the asking rows whose logprobs are asked for, before all options.
         scored: int64: those whose logprobs are asked for after all options.
+        hooked: int64: those whose logits a hook may change; their logprobs are found where it runs.
         prompt_places: int64 [scores]: query tokens of the step whose next token's logprob is asked for.
         prompt_targets: int64 [scores]: that token.
     """
@@ -98,6 +100,7 @@ class OptionInputs:
     history_tokens: torch.Tensor
     raw_scored: torch.Tensor
     scored: torch.Tensor
+    hooked: torch.Tensor
     prompt_places: torch.Tensor
     prompt_targets: torch.Tensor
 
@@ -155,9 +158,10 @@ def stage_options(
     rows = batch.sample_rows[samples]
     positions = (batch.starts + batch.query_lens)[rows]
     penalized = {row: asked for row, asked in options.items() if asked.penalizes}
-    raw = [row for row, asked in options.items() if asked.logprobs is not None and not asked.processed_logprobs]
-    processed = [row for row, asked in options.items() if asked.logprobs is not None and asked.processed_logprobs]
-    told = [(samples[row], options[row].logprobs or 0) for row in (*raw, *processed)]
+    hooked = [row for row, asked in options.items() if asked.hook is not None]
+    told = {row: asked for row, asked in options.items() if asked.logprobs is not None and asked.hook is None}
+    raw = [row for row, asked in told.items() if not asked.processed_logprobs]
+    processed = [row for row, asked in told.items() if asked.processed_logprobs]
     values: Arrays = {
         "places": places[samples],
         "slots": batch.slots[rows],
@@ -170,6 +174,7 @@ def stage_options(
         **_histories(batch),
         "raw_scored": _ints(raw),
         "scored": _ints(processed),
+        "hooked": _ints(hooked),
         **_prompt_scores(batch, row_starts),
     }
     block, shapes = _packed(values, pinned=pinned)
@@ -178,7 +183,25 @@ def stage_options(
         shapes=shapes,
         longest=max((int(positions[row]) for row in penalized), default=0),
         counts=any(each.presence_penalty != 0.0 or each.frequency_penalty != 0.0 for each in penalized.values()),
-        outcome=OptionOutcome(samples=told, prompts=batch.prompt_scores),
+        outcome=OptionOutcome(
+            samples=[(samples[row], told[row].logprobs or 0) for row in (*raw, *processed)],
+            prompts=batch.prompt_scores,
+            hooked=[
+                HookedRow(
+                    sample=samples[row],
+                    tokens=batch.histories[samples[row]],
+                    options=options[row],
+                    draw=Draw(
+                        temperature=float(values["temperatures"][row]),
+                        top_p=float(values["top_ps"][row]),
+                        top_k=int(values["top_ks"][row]),
+                        min_p=float(values["min_ps"][row]),
+                        uniform=float(values["uniforms"][row]),
+                    ),
+                )
+                for row in hooked
+            ],
+        ),
     )
 
 

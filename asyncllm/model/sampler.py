@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
     from asyncllm.scheduler.batch import Floats, Ints
 
-__all__ = ["MIN_TEMPERATURE", "Draws", "choose", "drawn_from", "is_filtered", "is_greedy", "sample", "uniforms"]
+__all__ = [
+    "MIN_TEMPERATURE",
+    "Draws",
+    "choose",
+    "drawn_from",
+    "is_filtered",
+    "is_greedy",
+    "sample",
+    "score_tokens",
+    "uniforms",
+]
 
 MIN_TEMPERATURE: Final = 1e-5
 """Temperatures below this are greedy; as in vLLM."""
@@ -204,6 +214,21 @@ def drawn_from(logits: torch.Tensor, draws: Draws, rows: torch.Tensor) -> torch.
         least = values.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
         found[filtered] = scaled.masked_fill_(scaled < least, -torch.inf)
     return found
+
+
+def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Find tokens' logprobs and ranks, and the likeliest tokens' ids and logprobs: float64 [rows, 2 + 2 * most].
+
+    Args:
+        logits: float32 [rows, vocab].
+        tokens: int64 [rows].
+        most: how many of the likeliest.
+    """
+    chosen = logits.gather(1, tokens.unsqueeze(1))  # [rows, 1]
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    values, ids = logits.topk(most, dim=-1)
+    parts = (chosen - total, 1 + (logits > chosen).sum(dim=-1, keepdim=True), ids, values - total)
+    return torch.cat([part.to(torch.float64) for part in parts], dim=1)
 
 
 def _scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

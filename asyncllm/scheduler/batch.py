@@ -65,7 +65,8 @@ class Batch:
             anything else.
         options: for samples that ask for more than temperature and filters: what.
         histories: for samples with options that look back: int32, all tokens of the row's sequence, where the device
-            may not have them: at the request's first sample since it got its slot, or got it to itself again.
+            may not have them: at the request's first sample since it got its slot, or got it to itself again; and
+            for samples whose token the host chooses (by a hook), always.
         prompt_scores: for rows (places in `slots`) whose prompt's logprobs are asked for.
     """
 
@@ -114,6 +115,7 @@ class StepResult:
             then).
         logprobs: by sample, where asked for.
         prompt_logprobs: by row, one for each of `PromptScores.targets`.
+        failures: by sample, what a hook raised; the token means nothing then.
     """
 
     index: int
@@ -121,3 +123,4 @@ class StepResult:
     finite: tuple[bool, ...]
     logprobs: Mapping[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)
+    failures: Mapping[int, Exception] = dataclasses.field(default_factory=dict)

@@ -157,7 +157,7 @@ class DecodingRows:
             slots=_join(self._slots[chosen], [chunk.pages.slot for chunk in chunks]),
             starts=_join(self._starts[chosen], [chunk.start for chunk in chunks]),
             query_lens=_join(self._ones[:rows], [len(chunk.token_ids) for chunk in chunks]),
-            token_ids=np.concatenate([self._sampled_last_step[:rows], *(chunk.token_ids for chunk in chunks)]),
+            token_ids=np.concatenate([self._last_tokens(), *(chunk.token_ids for chunk in chunks)]),
             sample_rows=_join(self._numbers[:rows], last),
             temperatures=_join(self._temperatures[chosen], [s.temperature for s in sampling]),
             top_ps=_join(self._top_ps[chosen], [s.top_p for s in sampling]),
@@ -167,18 +167,34 @@ class DecodingRows:
             table_writes=writes.table_writes,
             page_copies=writes.page_copies,
             masks=self._masks(first_samples),
-            options=(options := self._options(sampling)),
-            histories={
-                sample: request.tokens()
-                for sample, request in enumerate(first_samples, start=rows)
-                if sample in options and options[sample].penalizes
-            },
+            options=self._options(sampling),
+            histories=self._histories(first_samples),
             prompt_scores={
                 row: scores
                 for row, chunk in enumerate(chunks, start=rows)
                 if (scores := _prompt_scores(chunk)) is not None
             },
         )
+
+    def _last_tokens(self) -> npt.NDArray[np.int32]:
+        """Return the decoding rows' tokens: where the host chose one, this."""
+        tokens = self._sampled_last_step[: len(self.in_step)]
+        if self._asking and any(request.sampling.hook is not None for request in self.in_step):
+            tokens = tokens.copy()
+            for row, request in enumerate(self.in_step):
+                if request.sampling.hook is not None:
+                    tokens[row] = request.generated[-1]
+        return tokens
+
+    def _histories(self, first_samples: Sequence[Request]) -> dict[int, npt.NDArray[np.int32]]:
+        """Return the sequences of samples whose options look back, as far as `Batch.histories` has them."""
+        decoding = self.in_step if self._asking else ()
+        histories = {row: each.tokens() for row, each in enumerate(decoding) if each.sampling.hook is not None}
+        for sample, request in enumerate(first_samples, start=len(self.in_step)):
+            options = request.sampling.options
+            if options is not None and (options.penalizes or options.hook is not None):
+                histories[sample] = request.tokens()
+        return histories
 
     def _options(self, first_samples: Sequence[RowSampling]) -> dict[int, LogitOptions]:
         """Return what samples ask for beyond temperature and filters; by place among the step's samples."""

@@ -18,21 +18,22 @@ from asyncllm.backend import GenerationDefaults, OpenBackend
 from asyncllm.config import check_pool_tokens, check_step_budget
 from asyncllm.model.cpu_device import CPUDevice
 from asyncllm.model.model_config import ModelConfig
+from asyncllm.model.option_outcome import OptionStep
 from asyncllm.testing import vocabulary
 from asyncllm.testing.faults import PATIENCE_SECONDS, StepFaults
 from asyncllm.testing.paged_tokens import PagedTokens
 from asyncllm.testing.script import FunctionScript, HashedTokens, HashScript, ReplyScript
+from asyncllm.testing.scripted_options import ScriptedOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from asyncllm.backend import LaunchedStep, Progress
     from asyncllm.config import EngineConfig
+    from asyncllm.request import LogitOptions
     from asyncllm.scheduler.batch import Batch
     from asyncllm.testing.faults import HeldStep
-    from asyncllm.testing.paged_tokens import Ints
+    from asyncllm.testing.paged_tokens import Ints, Rows
     from asyncllm.testing.script import NextToken, Replies, Reply, Script
 
 __all__ = ["ScriptedModel", "ScriptedRunner"]
@@ -41,7 +42,6 @@ _POOL_TOKENS: Final = 4096
 _PAGE_SIZE: Final = 16
 _MIN_PREFILL_CHUNK: Final = 64
 _STEP_TOKENS: Final = 512
-_CLOSING: Final = b'"}]'
 
 
 class ScriptedModel:
@@ -50,6 +50,9 @@ class ScriptedModel:
     Its tokens are the bytes of UTF-8, so that a text of n bytes is n tokens; `bos` and `eos` are special ones. It
     checks all that an engine does with KV pages: a step that reads a page which holds anything else than the
     request's own sequence raises `IntegrityError`.
+
+    Its tokens are as good as certain: temperature, filters, penalties and biases change nothing; where bans, allowed
+    ids, `min_tokens` or a structure exclude its token, it takes another; logprobs are 0 and -inf.
 
     Where a request's text must keep to a structure, the model says the nearest token that does.
 
@@ -187,18 +190,22 @@ class ScriptedRunner:
         self._faults = faults
         self._step_seconds = step_seconds
         self._begun = 0
+        self._hooked: dict[int, LogitOptions] = {}  # by slot, of its last step that asked for anything
         self._device = CPUDevice()
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step and return without waiting for it."""
-        return self._device.submit(batch.index, lambda: self._run(batch))
+        if not batch.asking and not batch.prompt_scores:
+            return self._device.submit(batch.index, lambda: self._run(batch, None))
+        options = ScriptedOptions(batch)
+        return OptionStep(self._device.submit(batch.index, lambda: self._run(batch, options)), options)
 
     def close(self) -> None:
         """Wait for what is launched (held steps are let go), then end the thread. Idempotent."""
         self._faults.release_all()
         self._device.close()
 
-    def _run(self, batch: Batch) -> Ints:
+    def _run(self, batch: Batch, options: ScriptedOptions | None) -> Ints:
         """Run a step: int64 [2, samples], token ids and whether they are to count as finite."""
         step, self._begun = self._begun, self._begun + 1
         self._faults.begin(step)
@@ -207,26 +214,24 @@ class ScriptedRunner:
         rows = self._pages.step(batch)
         sampled = batch.sample_rows.astype(np.int64)
         slots = batch.slots[sampled].astype(np.int64)
+        self._note_hooked(batch, rows, slots)
         tokens = np.asarray(self._script.next_tokens(rows, sampled, slots, batch.seeds), dtype=np.int64)
-        for sample, mask in batch.masks.items():
-            tokens[sample] = _nearest_allowed(int(tokens[sample]), mask)
+        if options is not None:
+            tokens = options.choose(tokens)
+        finite = (tokens >= 0).astype(np.int64)
+        tokens = np.maximum(tokens, 0)
         self._pages.keep_sampled(slots, rows.lengths[sampled], tokens)
-        finite = np.ones(len(tokens), dtype=np.int64)
         if self._faults.spoils:
-            finite[:] = [not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
+            finite &= [not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
         return np.stack([tokens, finite])
 
-
-def _nearest_allowed(token: int, mask: npt.NDArray[np.int32]) -> int:
-    """Return a token that its mask allows: the wanted one, else one that brings an end, else the next one there is."""
-    allowed: list[int] = (
-        np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.VOCAB_SIZE].nonzero()[0].tolist()
-    )
-    for wanted in (token, vocabulary.EOS_TOKEN_ID, *_CLOSING):
-        if wanted in allowed:
-            return int(wanted)
-    after = [other for other in allowed if other > token] or [other for other in allowed if other > ord(" ")]
-    return (after or allowed or [token])[0]
+    def _note_hooked(self, batch: Batch, rows: Rows, slots: Ints) -> None:
+        """Tell rows that go on from new prompts where the host gives every token: by what they ask."""
+        for sample, asked in batch.options.items():
+            slot = int(slots[sample])
+            if asked.hook is not None and self._hooked.get(slot) is asked:
+                rows.given[batch.sample_rows[sample]] = False
+            self._hooked[slot] = asked
 
 
 def _model_config(max_model_tokens: int) -> ModelConfig:
