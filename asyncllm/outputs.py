@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = [
     "Completion",
@@ -125,9 +125,8 @@ class ToolCallDelta:
     arguments: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One generated token, as a stream yields it.
+class Token(NamedTuple):
+    """One generated token, as a stream yields it. A named tuple, since the engine makes one per request and step.
 
     Args:
         text: the text that became certain with this token; may be empty, may be more than its own.
@@ -143,7 +142,7 @@ class Token:
 
     text: str
     id: int
-    index: int
+    index: int  # type: ignore[assignment]  # not the method of tuples: nobody looks for a token's place in itself
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
     finish_reason: FinishReason | None = None

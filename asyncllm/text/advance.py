@@ -6,8 +6,7 @@ the completion's text, up to the first thing that ended it; the last step leaves
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.stop_strings import StopMatcher
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["TextProgress", "TextStep"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextStep:
-    """What one token brought.
+class TextStep(NamedTuple):
+    """What one token brought. A named tuple, since one is made per request and step.
 
     Args:
         text: text that became certain.
