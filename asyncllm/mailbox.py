@@ -59,10 +59,10 @@ class Mailbox(Generic[T]):
 
     def pop(self) -> T | None:
         """Take the next event, or None. Reader only."""
-        try:
-            event = self._events.popleft()
-        except IndexError:
+        events = self._events
+        if not events:  # nobody else takes any, so what is there stays
             return None
+        event = events.popleft()
         if self.paused:
             self.paused = False
             if self._on_room is not None:

@@ -17,7 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     import trio
 
@@ -44,7 +44,7 @@ class Waiter(Protocol):
 class AsyncWaiter(Waiter, Protocol):
     """A reader on an event loop."""
 
-    async def wait(self) -> None:
+    def wait(self) -> Awaitable[None]:
         """Return once `set` was called."""
 
 
@@ -60,6 +60,9 @@ class Door(Protocol):
 
 class LoopDoor(Door, Protocol):
     """A door of an event loop."""
+
+    def serves(self, loop: object) -> bool:
+        """Whether it is this loop's."""
 
     def waiter(self) -> AsyncWaiter:
         """Make a waiter for the running task."""
@@ -79,8 +82,8 @@ class _AsyncioWaiter:
         if not self._future.done():
             self._future.set_result(None)
 
-    async def wait(self) -> None:
-        await self._future
+    def wait(self) -> Awaitable[None]:
+        return self._future
 
 
 class _AsyncioDoor:
@@ -93,6 +96,9 @@ class _AsyncioDoor:
         self._name = repr(loop)
         self._fired: collections.deque[Waiter] = collections.deque()
         self._woken = False
+
+    def serves(self, loop: object) -> bool:
+        return self._loop() is loop
 
     def waiter(self) -> AsyncWaiter:
         loop = self._loop()
@@ -147,6 +153,9 @@ class _TrioDoor:
         self._token = weakref.ref(token)
         self._fired: collections.deque[Waiter] = collections.deque()
         self._drain_callback: Callable[[], object] = self._drain  # one object, so that trio sees equal calls
+
+    def serves(self, loop: object) -> bool:
+        return self._token() is loop
 
     def waiter(self) -> AsyncWaiter:
         import trio  # noqa: PLC0415  # only where trio runs
@@ -217,16 +226,20 @@ class Doors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_loop: weakref.WeakKeyDictionary[object, LoopDoor] = weakref.WeakKeyDictionary()
+        self._last: LoopDoor | None = None  # asked for last: most often the next one's too
 
     def current(self) -> LoopDoor:
         """The running loop's door. Raises RuntimeError outside of a running asyncio or trio loop."""
-        loop = _running_loop()
+        loop, last = _running_loop(), self._last
+        if last is not None and last.serves(loop):
+            return last
         with self._lock:
             door = self._by_loop.get(loop)
             if door is None:
                 door = _AsyncioDoor(loop) if isinstance(loop, asyncio.AbstractEventLoop) else _TrioDoor(loop)
                 self._by_loop[loop] = door
-            return door
+        self._last = door
+        return door
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | trio.lowlevel.TrioToken:
