@@ -163,6 +163,8 @@ class Scheduler:
         step, rows = self._next_step, self._running.rows
         self._siblings.expire(step)
         rows.choose()
+        if rows.all_wait:
+            return None
         chunks = self._plan_chunks(step, self._step_token_budget - len(rows.in_step), only)
         if not chunks and not rows.in_step:
             return None

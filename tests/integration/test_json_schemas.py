@@ -30,7 +30,7 @@ CHECK: Final = jsonschema.FormatChecker()
 
 def fits(name: str, text: str) -> bool:
     """Whether a text is JSON that fits the schema of this name."""
-    return jsonschema.Draft202012Validator(SCHEMAS[name].schema, format_checker=CHECK).is_valid(json.loads(text))
+    return bool(jsonschema.Draft202012Validator(SCHEMAS[name].schema, format_checker=CHECK).is_valid(json.loads(text)))
 
 
 async def answers(engine: Engine, prompt: str, **fields: object) -> dict[str, Completion]:

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from asyncllm.request import RequestState
 from helpers.scheduling import World, make_request, reference
@@ -65,6 +66,25 @@ def test_nothing_is_launched_while_all_wait_for_a_commit() -> None:
     assert world.launch() is None
     world.commit()
     assert world.launch() is not None
+
+
+def test_bound_requests_that_began_apart_come_together_in_one_step() -> None:
+    """Else each step would have half of them, and take nearly as long."""
+    world = World(pages=200, slots=6, budget=12, depth=2)
+    world.submit(*(follow(make_request(number, 8, 9)) for number in range(6)))
+    decoding = [len(step.rows) for step in world.steps() if not step.chunks]
+    assert decoding[:3] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("free", "bound", "rows"), [(1, 3, [4, 4, 4]), (3, 1, [4, 3, 4, 3]), (2, 2, [4, 2, 4, 2]), (0, 1, [1, 1])]
+)
+def test_all_wait_where_more_would_be_held_back_than_go_on(free: int, bound: int, rows: list[int]) -> None:
+    world = World(pages=200, slots=6, depth=2)
+    world.submit(*(make_request(number, 3, 9) for number in range(free)))
+    world.submit(*(follow(make_request(free + number, 3, 9)) for number in range(bound)))
+    assert [len(step.rows) for step in world.steps()][: len(rows)] == rows
+    world.assert_idle()
 
 
 def disturb(world: World, draw: random.Random) -> None:
