@@ -52,7 +52,11 @@ class StepRunner(Protocol):
     """Runs steps in the order in which they are launched, on one CUDA stream or one thread."""
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Start a step and return without waiting for it; at most two are launched and not read."""
+        """Start a step and return without waiting for it; at most two are launched and not read.
+
+        What this raises is as if the step had been launched and failed. A step that was launched behind one that
+        failed, before that was read, must fail too, or at least write to no page that one of its rows did not have.
+        """
 
     def close(self) -> None:
         """Wait for what is launched, then give all memory back. Idempotent."""

@@ -1,4 +1,4 @@
-"""The engine thread: receive -> admit -> schedule -> launch -> advance text -> commit -> deliver.
+"""The engine thread: receive -> schedule -> launch -> advance text -> commit -> deliver.
 
 Runs on a thread of its own, in a private event loop; owns the opened model, the scheduler and all per-request
 state, and touches callers only through the front desk, the inbox and mailboxes. Holds no reference to the `Engine`.
@@ -9,8 +9,6 @@ module (close, failure, cancelled opening) ends every live request and closes th
 from __future__ import annotations
 
 import asyncio
-import collections
-import dataclasses
 import logging
 import time
 import traceback
@@ -26,7 +24,8 @@ from asyncllm.inbox import Call, Cancel, Close, Inbox, Resume, Submit
 from asyncllm.kv.cache_manager import CacheManager
 from asyncllm.live_requests import LiveRequests
 from asyncllm.outputs import EngineState, EngineStats
-from asyncllm.scheduler.scheduler import ScheduledStep, Scheduler, SchedulingPolicy
+from asyncllm.scheduler.scheduler import Scheduler, SchedulingPolicy
+from asyncllm.steps_in_flight import StepsInFlight
 from asyncllm.switch_interval import SWITCH_INTERVAL
 from asyncllm.wakeups import Reply
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from asyncllm.backend import Backend, LaunchedStep, OpenBackend
+    from asyncllm.backend import Backend, OpenBackend
     from asyncllm.config import EngineConfig
     from asyncllm.front_desk import FrontDesk
     from asyncllm.outputs import StepRecord
@@ -80,14 +79,6 @@ class _Bell:
             await self._event.wait()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that is launched and not committed."""
-
-    scheduled: ScheduledStep
-    launched: LaunchedStep
-
-
 class EngineLoop:
     """One opening of an engine, from the model's loading to the last page given back.
 
@@ -107,12 +98,8 @@ class EngineLoop:
         self.closed: Reply[None] = Reply()
         self.drained: Reply[None] = Reply()
         self._listeners: tuple[Callable[[StepRecord], object], ...] = ()
-        self._flights: collections.deque[_Flight] = collections.deque()
-        self._depth = 1 if config.overlap else 0
         self._preparing = 0
         self._at_work = False
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._last_step_at: float | None = None
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -137,14 +124,13 @@ class EngineLoop:
             opened = self._open()
             if opened is None:
                 return
-            self._runner = opened.runner
             try:
                 await self._serve_until_closed(opened)
             finally:
                 self._rest()
                 self._tell_everybody()
-                self._flights.clear()
-                self._runner.close()
+                self._steps.clear()
+                opened.runner.close()
         finally:
             self._inbox.connect(None)
 
@@ -201,6 +187,14 @@ class EngineLoop:
             )
             self._scheduler = Scheduler(self._cache, policy)
             self._live = LiveRequests(self._desk, self._scheduler, pause_grace_seconds=config.pause_grace_seconds)
+            self._steps = StepsInFlight(
+                self._scheduler,
+                opened.runner,
+                self._live,
+                overlap=config.overlap,
+                debug_checks=config.debug_checks,
+                before_launch=self._work,
+            )
         except BaseException:
             opened.runner.close()
             raise
@@ -228,8 +222,8 @@ class EngineLoop:
         while self._receive(tasks):
             self._live.expire()
             self._live.check_pauses()
-            launched = self._launch()
-            if self._flights and (not launched or len(self._flights) > self._depth):
+            launched = self._steps.launch()
+            if len(self._steps) and (not launched or self._steps.is_full):
                 await self._wait_for_oldest(tasks)
                 self._commit_oldest()
             else:
@@ -258,9 +252,12 @@ class EngineLoop:
                     self._live.resume(submission)
                 case Call(function, reply):
                     try:
-                        reply.set(function())
+                        answer = function()
                     except Exception as error:  # noqa: BLE001  # the caller's to see
                         reply.fail(error)
+                    else:
+                        self._publish()  # who reads the statistics next sees what was asked for
+                        reply.set(answer)
                 case Close():
                     going_on = False
         return going_on
@@ -280,23 +277,9 @@ class EngineLoop:
             self._preparing -= 1
             self._bell.ring()
 
-    def _launch(self) -> bool:
-        """Schedule and launch a step, if there is room and something to run."""
-        if len(self._flights) > self._depth:
-            return False
-        scheduled = self._scheduler.schedule()
-        while self._scheduler.blocked and self._live.park_longest_paused() and scheduled is None:
-            scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            return False
-        self._work()
-        self._flights.append(_Flight(scheduled, self._runner.launch(scheduled.batch)))
-        self._live.note_admitted(chunk.request for chunk in scheduled.chunks)
-        return True
-
     async def _wait_for_oldest(self, tasks: TaskGroup) -> None:
         """Wait for the oldest step while messages are read; a `Close` is left to the next turn."""
-        step = self._flights[0].launched
+        step = self._steps.oldest
         if not step.call_when_done(self._bell.ring):
             step.wait()
             return
@@ -309,25 +292,10 @@ class EngineLoop:
             self._deliver_without_step()
 
     def _commit_oldest(self) -> None:
-        flight = self._flights[0]
-        result = flight.launched.result()
-        self._flights.popleft()
-        scheduled = flight.scheduled
-        now = self._last_step_at = time.monotonic()
-        if result.logprobs or result.prompt_logprobs or result.failures:
-            self._live.note_findings(scheduled, result)
-        verdicts = [
-            self._live.advance(request, token_id, finite=finite, now=now)
-            for request, token_id, finite in zip(scheduled.sampled, result.token_ids, result.finite, strict=True)
-        ]
-        self._scheduler.commit(scheduled, verdicts)
-        self._steps += 1
-        self._generated_tokens += sum(verdict is not None for verdict in verdicts)
-        self._prompt_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
-        if self._config.debug_checks:
-            self._scheduler.check_integrity()
+        record = self._steps.finish_oldest()
         self._publish()
-        self._tell_listeners(scheduled.record)
+        if record is not None:
+            self._tell_listeners(record)
         self._live.deliver()
         self._check_drained()
 
@@ -353,7 +321,7 @@ class EngineLoop:
     # -- what callers see ------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        cache, scheduler = self._cache, self._scheduler
+        cache, scheduler, steps = self._cache, self._scheduler, self._steps
         self._desk.stats = EngineStats(
             state=self._desk.state,
             waiting=scheduler.waiting + self._preparing,
@@ -366,15 +334,15 @@ class EngineLoop:
             cached_pages=cache.cached_pages,
             leased_pages=cache.leased_pages,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            steps=self._steps,
+            prompt_tokens=steps.prompt_tokens,
+            generated_tokens=steps.generated_tokens,
+            steps=steps.committed,
             preemptions=scheduler.preemptions,
-            last_step_age_seconds=self._last_step_at,
+            last_step_age_seconds=steps.last_commit_at,
         )
 
     def _check_drained(self) -> None:
-        if self._desk.state is EngineState.DRAINING and not self._desk.live_count and not self._flights:
+        if self._desk.state is EngineState.DRAINING and not self._desk.live_count and not len(self._steps):
             self.drained.set(None)
 
     def add_listener(self, listener: Callable[[StepRecord], object]) -> None:

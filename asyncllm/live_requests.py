@@ -127,7 +127,7 @@ class LiveRequests:
             return None
         if not finite:
             what = "its logits were not finite, or its options left no token"
-            self.end(submission, error=self._failed(submission, what))
+            self.end(submission, error=self._failed(submission, what), keep_kv=False)
             return None
         if submission.params.max_tokens == 0:
             return self._end_scored(submission, token_id)
@@ -229,7 +229,20 @@ class LiveRequests:
 
     # -- ends ------------------------------------------------------------------------------------------------
 
-    def end(self, submission: Submission, *, error: Exception | None = None, dropped: bool = False) -> None:
+    def step_failed(self, request: Request, cause: Exception) -> None:
+        """End a request with which no step runs."""
+        submission = self._by_request.get(request)
+        if submission is not None:
+            self.end(submission, error=self._failed(submission, f"each step with it failed: {cause!r}", cause))
+
+    def end(
+        self,
+        submission: Submission,
+        *,
+        error: Exception | None = None,
+        dropped: bool = False,
+        keep_kv: bool = True,
+    ) -> None:
         """End a request without a token: its caller left (or dropped it), its time is up, or `error`."""
         if submission.ended or submission not in self._submissions:
             return
@@ -237,7 +250,7 @@ class LiveRequests:
         reason = leaving or ("aborted" if dropped else None)
         request = submission.request
         if request is not None and request in self._by_request:
-            self._scheduler.end(request)
+            self._scheduler.end(request, keep_kv=keep_kv)
         self._finish(submission, reason, None if reason is not None else error)
 
     def _finish(self, submission: Submission, reason: FinishReason | None, error: Exception | None) -> None:

@@ -1,7 +1,8 @@
 """The CPU as a device: one thread that runs steps in the order in which they are launched, as a CUDA stream does.
 
 Made and closed on the engine thread, imports no torch. Owns its thread. Invariant: steps become done in launch
-order, and a step that raises neither stops the thread nor touches the next step.
+order. A step that raises does not stop the thread; those that were launched before its error was read fail too, and
+do nothing: they count on what it did not do, such as entries of the page table.
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ class Sampled(Protocol):
 
 
 class CPUStep:
-    """A `LaunchedStep` of a `CPUDevice`."""
+    """A `LaunchedStep` of a `CPUDevice`.
 
-    __slots__ = ("_future", "_index", "_step")
+    Args:
+        index: its number.
+        step: what it does.
+        behind: the step launched before it.
+    """
 
-    def __init__(self, index: int, step: Callable[[], Sampled]) -> None:
+    __slots__ = ("_behind", "_future", "_index", "_step", "_was_read")
+
+    def __init__(self, index: int, step: Callable[[], Sampled], behind: CPUStep | None) -> None:
         self._index = index
         self._step: Callable[[], Sampled] | None = step
+        self._was_read: bool = False
+        self._behind = None if behind is None or behind._was_read else behind  # noqa: SLF001  (its own kind)
         self._future: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
 
     def done(self) -> bool:
@@ -51,14 +60,18 @@ class CPUStep:
 
     def result(self) -> StepResult:
         """Return what was sampled; raise what the step raised. Blocks until done."""
+        self._was_read = True
         return self._future.result()
 
     def execute(self) -> None:
         """Run the step; called once, by the device's thread."""
         step, self._step = self._step, None  # a step that is done holds none of what it read
+        behind, self._behind = self._behind, None
         if step is None:
             raise RuntimeError("a step runs once")
         try:
+            if behind is not None and behind._future.exception() is not None:  # noqa: SLF001  (done: it ran before)
+                raise RuntimeError(f"step {self._index} was not run: the step before it failed")
             tokens, finite = step().tolist()
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever reads the result
             self._future.set_exception(error)
@@ -77,6 +90,7 @@ class CPUDevice:
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
         self._steps: queue.SimpleQueue[CPUStep | None] = queue.SimpleQueue()
         self._closed = False
+        self._newest: CPUStep | None = None
         self._thread = threading.Thread(target=self._work, args=(prepare,), name="asyncllm cpu device", daemon=True)
         self._thread.start()
 
@@ -88,9 +102,9 @@ class CPUDevice:
         """
         if self._closed:
             raise RuntimeError("the device is closed")
-        launched = CPUStep(index, step)
-        self._steps.put(launched)
-        return launched
+        self._newest = CPUStep(index, step, self._newest)
+        self._steps.put(self._newest)
+        return self._newest
 
     def close(self) -> None:
         """Run what is queued, then end the thread. Idempotent."""

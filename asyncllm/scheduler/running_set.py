@@ -100,11 +100,14 @@ class RunningSet:
         elif request.sampled < request.max_tokens:
             self.rows.add(request, self._pages[request])
 
-    def roll_back(self, *, next_step: int) -> None:
+    def roll_back(self, *, next_step: int) -> list[Request]:
         """Return every request to what committed steps have done; no step is in flight any more.
 
         Requests keep their pages. Those that decode start again from their last token: it is given to the next
         step as a prompt's is, since what the device sampled last is not known.
+
+        Returns:
+            the paused ones: whatever of their prompts is missing, nobody computes it for now.
         """
         self._sampled_since = next_step
         again = []
@@ -121,6 +124,7 @@ class RunningSet:
             self._compute_again(request)
         self.rows.mark_stale()
         self.rows.compact()
+        return [request for request in self._pages if request.state is RequestState.PAUSED]
 
     def _compute_again(self, request: Request) -> None:
         request.move(RequestState.PREFILLING)

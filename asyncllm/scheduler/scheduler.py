@@ -220,7 +220,8 @@ class Scheduler:
         self._committed_steps = self._next_step
         with self._cache.releasing():
             self._running.finish_ending(committed_steps=self._committed_steps)
-        self._running.roll_back(next_step=self._next_step)
+        for request in self._running.roll_back(next_step=self._next_step):
+            self._siblings.end(request)
         self._cache.send_again()
 
     def start_alone(self, request: Request) -> bool:

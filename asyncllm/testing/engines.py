@@ -68,8 +68,7 @@ def check_nothing_left(engine: Engine) -> None:
     first: EngineStats | None = None
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while engine.state in (EngineState.RUNNING, EngineState.DRAINING):
-        for _ in range(2):  # a turn of the engine publishes its statistics after it has answered
-            engine.check_integrity()
+        engine.check_integrity()
         stats = engine.stats()
         if not (stats.running or stats.waiting or stats.parked):
             if stats.free_pages + stats.cached_pages != stats.total_pages or stats.leased_pages:

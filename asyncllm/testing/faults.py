@@ -1,7 +1,7 @@
 """What a test arranges to go wrong, or to wait, in a scripted model's steps.
 
-Shared by the test's tasks and threads and the scripted device's thread, behind one lock. Invariant: an
-arrangement applies to one step, once; a held step is let go at the latest when its engine closes.
+Shared by the test's tasks and threads and the scripted device's thread, behind one lock. Invariant: what is
+arranged for one step or token happens once; the rest, until its engine closes, when held steps are let go too.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ class StepFaults:
         self._failing: dict[int | None, BaseException] = {}
         self._standing: HeldStep | None = None
         self._spoilt: dict[tuple[int, ...], int] = {}
+        self._dead: tuple[int, BaseException] | None = None  # from which step on
+        self._too_large: tuple[int, BaseException] | None = None  # more tokens than these
+        self._guilty: dict[tuple[int, ...], BaseException] = {}
 
     def hold(self, step: int | None, *, patience_seconds: float) -> HeldStep:
         """Arrange for a step to stand."""
@@ -84,16 +87,44 @@ class StepFaults:
         with self._lock:
             self._failing[step] = error
 
-    def begin(self, step: int) -> None:
-        """Stand, then raise, as arranged for this step; called by the device's thread."""
+    def fail_from(self, step: int, error: BaseException) -> None:
+        """Arrange for all steps from this one on to raise."""
+        self._dead = (step, error)
+
+    def fail_above(self, tokens: int, error: BaseException) -> None:
+        """Arrange for all steps with more tokens to raise."""
+        self._too_large = (tokens, error)
+
+    def fail_with(self, prompt: tuple[int, ...], error: BaseException) -> None:
+        """Arrange for all steps to raise that hold a request with this prompt."""
+        with self._lock:
+            self._guilty[prompt] = error
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Stand, then raise, as arranged for this step and its number of tokens; called by the device's thread."""
         while (held := self._next_to_stand(step)) is not None:
             held._stand()  # noqa: SLF001  (two halves of one thing)
         with self._lock:
             self._standing = None
             key = step if step in self._failing else None
             error = self._failing.pop(key, None)
+        for limit, found in ((self._dead, step), (self._too_large, tokens - 1)):
+            if error is None and limit is not None and found >= limit[0]:
+                error = limit[1]
         if error is not None:
             raise error
+
+    @property
+    def accuses(self) -> bool:
+        """Whether steps fail because of who is in them."""
+        return bool(self._guilty)
+
+    def check_row(self, sequence: list[int]) -> None:
+        """Raise if a step with this row is to fail; called by the device's thread, after all was written."""
+        with self._lock:
+            for prompt, error in self._guilty.items():
+                if tuple(sequence[: len(prompt)]) == prompt:
+                    raise error
 
     def spoil(self, prompt: tuple[int, ...], token: int) -> None:
         """Arrange for one token of the next request with this prompt not to be finite."""
@@ -113,6 +144,13 @@ class StepFaults:
                     del self._spoilt[prompt]
                     return True
         return False
+
+    def end(self) -> None:
+        """Let everything go that stands; the next engine's steps fail no more."""
+        self.release_all()
+        self._dead = self._too_large = None
+        with self._lock:
+            self._guilty.clear()
 
     def release_all(self) -> None:
         """Let everything go that stands, and drop what was arranged to stand."""

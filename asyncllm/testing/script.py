@@ -6,6 +6,7 @@ its own sequence (and, for replies, on the reply that this sequence began) only,
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -30,7 +31,8 @@ NextToken = Callable[[Sequence[int]], int]
 """A function from all tokens of a sequence, the prompt's included, to the next one."""
 
 _PRINTABLE: Final = range(32, 127)
-_REMEMBERED_TALKS: Final = 4096  # by digest, for requests that lost their slot; more than any test parks
+_REMEMBERED: Final = 4096  # by digest, for requests that begin again; more than any test parks
+_STEPS_RUN_AGAIN: Final = 2  # where a step failed, it and the one behind it
 
 
 class Script(Protocol):
@@ -91,20 +93,23 @@ class FunctionScript:
         return list(vocabulary.plain_ids(self.function(rows.sequence(row).tolist()) for row in sampled.tolist()))
 
 
+_Key = tuple[int, int]  # the seed, and the digest of the sequence
+
+
 @dataclasses.dataclass(slots=True)
 class _Talk:
-    """One reply that is being given: how much of it was, and the seed and digest of the sequence with that."""
+    """One reply that is being given: how much of it was, and by which names it was known since."""
 
     reply: tuple[int, ...]
     place: int = 0
-    key: tuple[int, int] = (0, 0)
+    keys: collections.deque[_Key] = dataclasses.field(default_factory=collections.deque)
 
 
 class ReplyScript:
     """Give each prompt its reply, then end-of-sequence ids.
 
     A row whose last token the host gave is a new prompt, unless it is what a reply that was cut short had come to
-    under the same seed: then it goes on, as a request does that was parked. Any other row goes on.
+    under the same seed: then it goes on, as a request does that was parked or whose step failed. Any other row goes on.
 
     Args:
         replies: by prompt, or a function.
@@ -115,7 +120,7 @@ class ReplyScript:
         self._replies = replies
         self._default = default
         self._by_slot: dict[int, _Talk] = {}
-        self._by_key: dict[tuple[int, int], _Talk] = {}
+        self._by_key: dict[_Key, tuple[_Talk, int]] = {}
         self._weights = digest_weights(0)
 
     def next_tokens(self, rows: Rows, sampled: Ints, slots: Ints, seeds: Ints) -> list[int]:
@@ -139,17 +144,19 @@ class ReplyScript:
             said.append(token)
         return said
 
-    def _remember(self, talk: _Talk, key: tuple[int, int]) -> None:
-        self._by_key.pop(talk.key, None)
-        talk.key = key
-        self._by_key[key] = talk
-        if len(self._by_key) > _REMEMBERED_TALKS:
+    def _remember(self, talk: _Talk, key: _Key) -> None:
+        self._by_key[key] = (talk, talk.place)
+        talk.keys.append(key)
+        if len(talk.keys) > _STEPS_RUN_AGAIN + 1:
+            self._by_key.pop(talk.keys.popleft(), None)
+        if len(self._by_key) > _REMEMBERED:
             del self._by_key[next(iter(self._by_key))]
 
-    def _begin(self, prompt: list[int], key: tuple[int, int]) -> _Talk:
-        cut_short = self._by_key.get(key)
-        if cut_short is not None and cut_short.place < len(cut_short.reply):
-            return cut_short
+    def _begin(self, prompt: list[int], key: _Key) -> _Talk:
+        talk, place = self._by_key.get(key, (None, 0))
+        if talk is not None and place < len(talk.reply):
+            talk.place = place
+            return talk
         reply = self._reply(prompt)
         return _Talk(vocabulary.encode(reply) if isinstance(reply, str) else vocabulary.plain_ids(reply))
 

@@ -142,13 +142,35 @@ class ScriptedModel:
         return self._faults.hold(step, patience_seconds=patience_seconds)
 
     def fail_at_step(self, step: int | None, error: BaseException) -> None:
-        """Have a step raise `error`, as a device does that runs out of memory.
+        """Have a step raise `error`, once: the engine tries its requests again, and nobody notices.
 
         Args:
             step: its number, from 0 at the engine's start; None: the next one that begins.
             error: what it raises.
         """
         self._faults.fail(step, error)
+
+    def fail_from_step(self, step: int, error: BaseException) -> None:
+        """Have all steps from this one on raise `error`, as a broken device does, until the engine closes: it fails.
+
+        Args:
+            step: its number, from 0 at the engine's start.
+            error: what they raise.
+        """
+        self._faults.fail_from(step, error)
+
+    def fail_steps_above(self, tokens: int, error: BaseException) -> None:
+        """Have all steps with more than so many tokens raise `error`, as a device does that is short of memory."""
+        self._faults.fail_above(tokens, error)
+
+    def fail_steps_with(self, prompt: str | Sequence[int], error: BaseException) -> None:
+        """Have all steps raise `error` that hold a request with this prompt: it fails alone, and the others go on.
+
+        Args:
+            prompt: text or ids. A step raises after it has written all its KV.
+            error: what they raise.
+        """
+        self._faults.fail_with(_prompt_ids(prompt), error)
 
     def not_finite_at(self, prompt: str | Sequence[int], token: int = 0) -> None:
         """Have the logits of one request's token not be finite, so that this request fails alone.
@@ -157,8 +179,7 @@ class ScriptedModel:
             prompt: the request's prompt, text or ids; the next request with it is the one.
             token: which of its tokens, from 0.
         """
-        ids = (vocabulary.BOS_TOKEN_ID, *vocabulary.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-        self._faults.spoil(ids, token)
+        self._faults.spoil(_prompt_ids(prompt), token)
 
     def release_all(self) -> None:
         """Let every held step go, and drop what was arranged to be held."""
@@ -202,16 +223,19 @@ class ScriptedRunner:
 
     def close(self) -> None:
         """Wait for what is launched (held steps are let go), then end the thread. Idempotent."""
-        self._faults.release_all()
+        self._faults.end()
         self._device.close()
 
     def _run(self, batch: Batch, options: ScriptedOptions | None) -> Ints:
         """Run a step: int64 [2, samples], token ids and whether they are to count as finite."""
         step, self._begun = self._begun, self._begun + 1
-        self._faults.begin(step)
+        self._faults.begin(step, batch.query_tokens)
         if self._step_seconds:
             time.sleep(self._step_seconds)
         rows = self._pages.step(batch)
+        if self._faults.accuses:
+            for row in range(batch.rows):
+                self._faults.check_row(rows.sequence(row).tolist())
         sampled = batch.sample_rows.astype(np.int64)
         slots = batch.slots[sampled].astype(np.int64)
         self._note_hooked(batch, rows, slots)
@@ -222,7 +246,8 @@ class ScriptedRunner:
         tokens = np.maximum(tokens, 0)
         self._pages.keep_sampled(slots, rows.lengths[sampled], tokens)
         if self._faults.spoils:
-            finite &= [not self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
+            spoilt = [self._faults.is_spoilt(rows.sequence(row).tolist()) for row in sampled.tolist()]
+            finite[np.asarray(spoilt, dtype=np.bool_)] = 0
         return np.stack([tokens, finite])
 
     def _note_hooked(self, batch: Batch, rows: Rows, slots: Ints) -> None:
@@ -232,6 +257,10 @@ class ScriptedRunner:
             if asked.hook is not None and self._hooked.get(slot) is asked:
                 rows.given[batch.sample_rows[sample]] = False
             self._hooked[slot] = asked
+
+
+def _prompt_ids(prompt: str | Sequence[int]) -> tuple[int, ...]:
+    return (vocabulary.BOS_TOKEN_ID, *vocabulary.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
 
 
 def _model_config(max_model_tokens: int) -> ModelConfig:

@@ -203,6 +203,17 @@ def test_a_listener_may_close_the_engine() -> None:
     assert engine.state is EngineState.CLOSED
 
 
+def test_statistics_are_those_of_the_check_just_made() -> None:
+    with scripted_engine() as engine:
+        for place in range(50):
+            asyncio.run(engine.generate([place] * 20, max_tokens=3))
+            engine.check_integrity()
+            assert engine.stats().running == 0
+            assert engine.stats().cached_pages > 0
+            engine.reset_prefix_cache()
+            assert engine.stats().cached_pages == 0
+
+
 def test_a_dropped_engine_closes_itself_with_a_warning() -> None:
     engine = scripted_engine()
     engine.start_blocking()
@@ -219,7 +230,7 @@ def test_a_failed_step_tells_everybody_at_once_and_the_engine_opens_again() -> N
 
     async def main() -> None:
         model = ScriptedModel({"p": "abc"})
-        model.fail_at_step(0, RuntimeError("CUDA out of memory"))
+        model.fail_from_step(0, RuntimeError("CUDA out of memory"))
         engine = scripted_engine(model)
         await engine.start()
         outcomes = await asyncio.gather(*(engine.generate("p") for _ in range(8)), return_exceptions=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from asyncllm.backend import Backend
 
 PROMPT = [5, 6, 7, 8, 9, 10]
-SLOW = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.9, "seed": 3}  # 14 of the pool's 16 pages
+# 14 of the pool's 16 pages.
+SLOW: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 
 
 def one_at_a_time(kind: str, tiny_model: TinyModelFolder, **fields: object) -> Engine:

@@ -166,7 +166,7 @@ def test_a_dead_engine_says_so_at_once(library: str) -> None:
     async def main() -> None:
         model = ScriptedModel()
         async with scripted_engine(model) as engine:
-            model.fail_at_step(2, RuntimeError("the device is gone"))
+            model.fail_from_step(2, RuntimeError("the device is gone"))
             with pytest.raises(EngineFailedError, match="the device is gone"):
                 await engine.generate(PROMPT, max_tokens=20)
             assert engine.stats().state is EngineState.FAILED

@@ -91,7 +91,7 @@ def test_a_failed_step_reaches_every_reader_and_every_later_call(library: str) -
         model = ScriptedModel()
         engine = scripted_engine(model, max_running_requests=5)
         async with engine:
-            model.fail_at_step(3, MemoryError("simulated: out of device memory"))
+            model.fail_from_step(3, MemoryError("simulated: out of device memory"))
             outcomes: list[Exception] = []
 
             async def read(place: int) -> None:
@@ -380,7 +380,7 @@ def test_a_failed_device_leaves_the_process_and_other_engines_alone() -> None:
     async def main() -> None:
         model = ScriptedModel()
         async with scripted_engine() as other, scripted_engine(model) as engine:
-            model.fail_at_step(0, MemoryError("simulated: out of device memory"))
+            model.fail_from_step(0, MemoryError("simulated: out of device memory"))
             stream = other.stream(PROMPT, max_tokens=30)
             with pytest.raises(EngineFailedError):
                 await engine.generate(PROMPT)

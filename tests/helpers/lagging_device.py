@@ -36,7 +36,7 @@ class LaggingStep(CPUStep):
     __slots__ = ("_before", "_may_begin")
 
     def __init__(self, index: int, step: Callable[[], Sampled], before: LaggingStep | None) -> None:
-        super().__init__(index, step)
+        super().__init__(index, step, before)
         self._before = before
         self._may_begin = threading.Event()
 

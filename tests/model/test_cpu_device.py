@@ -69,15 +69,17 @@ def test_a_callback_comes_when_the_step_is_done_or_at_once(device: CPUDevice) ->
     assert called.get_nowait()
 
 
-def test_what_a_step_raises_is_raised_by_its_result_alone(device: CPUDevice) -> None:
+def test_what_a_step_raises_is_raised_by_its_result_and_until_that_is_read_nothing_runs(device: CPUDevice) -> None:
     def fail() -> torch.Tensor:
         raise FloatingPointError("this step")
 
-    bad, good = device.submit(0, fail), device.submit(1, lambda: sampled(5))
+    bad, behind = device.submit(0, fail), device.submit(1, lambda: sampled(5))
     bad.wait()
     with pytest.raises(FloatingPointError, match="this step"):
         bad.result()
-    assert good.result().token_ids == (5,)
+    with pytest.raises(RuntimeError, match="step 1 was not run"):
+        behind.result()
+    assert device.submit(2, lambda: sampled(5)).result().token_ids == (5,)
 
 
 def test_close_runs_what_is_queued_and_may_be_called_again() -> None:

@@ -86,6 +86,24 @@ def test_one_that_was_paused_meanwhile_goes_on_when_it_resumes() -> None:
     world.assert_idle()
 
 
+def test_nobody_waits_for_the_prefix_of_one_that_was_paused_meanwhile() -> None:
+    """Its prompt's last chunk was in the step; parked and resumed, it does not wait for itself either."""
+    world = World(page_size=2, slots=2)
+    first, sibling = make_request(0, [*range(9)], 3), make_request(1, [*range(9), 9], 3)
+    world.submit(first, sibling)
+    world.launch()
+    assert world.waiting() == [sibling]
+    world.pause(first)
+    world.fail(written=False, later_written=False)
+    world.run()
+    assert sibling.generated == reference(sibling)
+    assert world.park(first)
+    world.resume(first)
+    world.run()
+    assert first.generated == reference(first)
+    world.assert_idle()
+
+
 def test_one_that_was_ending_has_ended() -> None:
     world = World(depth=2)
     request = make_request(0, 3, 9)

@@ -49,7 +49,7 @@ def test_a_held_step_does_not_hang_the_end(scripted_engine):
 def test_a_failed_engine_is_closed(scripted_engine):
     model = ScriptedModel()
     engine = scripted_engine(model)
-    model.fail_at_step(0, MemoryError())
+    model.fail_from_step(0, MemoryError())
     with pytest.raises(Exception, match="failed"):
         asyncio.run(engine.generate("x"))
 """
