@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asyncllm.errors import EngineError
+from asyncllm.model.cuda.staging import query_places
 from asyncllm.model.cuda.streams import step_stream
+from asyncllm.model.option_outcome import OptionStep
+from asyncllm.model.option_sampler import OptionSampler
+from asyncllm.model.option_tensors import stage_options
 from asyncllm.scheduler.batch import StepResult
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from asyncllm.model.cuda.layouts import StepLayouts
     from asyncllm.model.cuda.staging import StepStaging
     from asyncllm.model.cuda.step_kernels import StepKernels
+    from asyncllm.model.cuda.step_layout import StepLayout
+    from asyncllm.model.option_tensors import StagedOptions
     from asyncllm.scheduler.batch import Batch
 
 __all__ = ["CUDARunner", "CUDAStep"]
@@ -113,8 +119,9 @@ class CUDARunner:
         self._events = [torch.cuda.Event(blocking=_BLOCKING) for _ in range(_TURNS)]
         self._turn = 0
         self._last: CUDAStep | None = None
+        self._options = OptionSampler(num_slots=len(model.pages.token_pool))
 
-    def launch(self, batch: Batch) -> CUDAStep:
+    def launch(self, batch: Batch) -> CUDAStep | OptionStep:
         """Enqueue a step and return without waiting for it.
 
         Raises:
@@ -128,17 +135,21 @@ class CUDARunner:
         self._turn = (self._turn + 1) % _TURNS
         results, array = self._results[self._turn]
         event, size = self._events[self._turn], 2 * layout.rows
+        options = self._staged_options(batch, staged.places, model.vocab_size)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             if staged.late_writes.size or batch.page_copies.size:
                 self._write_pages(model, staged.late_writes, batch.page_copies)
             model.input[: layout.size].copy_(staged.block, non_blocking=True)
-            self._graphs.run(layout)
+            if options is None:
+                self._graphs.run(layout)
+            else:
+                self._run_options(model, layout, options)
             results[:size].copy_(model.output[:size], non_blocking=True)
             event.record(self._stream)
         step = CUDAStep(batch.index, array[:size].reshape(2, layout.rows), staged.places, event)
         staged.read_by(step)
         self._last = step
-        return step
+        return step if options is None else OptionStep(step, options.outcome)
 
     def close(self) -> None:
         """Wait for what is launched, then give all memory back. Idempotent."""
@@ -152,6 +163,20 @@ class CUDARunner:
             self._graphs.close()
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
+
+    def _staged_options(self, batch: Batch, places: npt.NDArray[np.int64], vocab_size: int) -> StagedOptions | None:
+        if not (batch.masks or batch.options or batch.prompt_scores):
+            return None
+        return stage_options(batch, places=places, row_starts=query_places(batch), vocab_size=vocab_size, pinned=True)
+
+    def _run_options(self, model: FusedModel, layout: StepLayout, options: StagedOptions) -> None:
+        """Run a step without its graph, whose logits cannot be had; the asking rows' tokens are chosen again."""
+        logits, token_logits = model.open_step(layout)
+        asked = self._options.sample(logits, options, token_logits)
+        tokens, finite = model.results(layout)
+        tokens[asked.places] = asked.tokens.to(torch.int32)
+        finite[asked.places] *= asked.left
+        model.pages.token_pool[asked.slots] = asked.tokens.to(torch.int32)
 
     def _write_pages(self, model: FusedModel, writes: npt.NDArray[np.int32], copies: npt.NDArray[np.int32]) -> None:
         """Do what finds no room in a padded step; rare, so it may take calls of its own."""

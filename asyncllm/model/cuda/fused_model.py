@@ -14,7 +14,7 @@ import torch
 from asyncllm.model.cuda.tuning import OneRowPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from asyncllm.model.cuda.fused_weights import FusedWeights
     from asyncllm.model.cuda.kv_pages import KVPages
@@ -68,26 +68,55 @@ class FusedModel:
         inputs, plan = layout.device(self.input), self._plans[layout]
         kernels = self._kernels[plan.dependent]
         self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
-        logits = self._logits(inputs, layout, plan, kernels)
+        logits, _ = self._logits(inputs, layout, plan, kernels)
         results = self.results(layout)
         kernels.sample(logits, inputs, self.pages.token_pool, results, counted=not layout.decodes)
+
+    def open_step(self, layout: StepLayout) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Run a step, and give what its results were made of.
+
+        Returns:
+            The logits, [rows, vocab], and a function from places of tokens in the step, int64 [n], to the logits after
+            them, [n, vocab]; to be called before the next step.
+        """
+        inputs, plan = layout.device(self.input), self._plans[layout]
+        kernels = self._kernels[plan.dependent]
+        self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
+        logits, normed = self._logits(inputs, layout, plan, kernels, all_tokens=True)
+        results = self.results(layout)
+        kernels.sample(logits, inputs, self.pages.token_pool, results, counted=not layout.decodes)
+        if normed is None:  # every row has one token
+            return logits, lambda places: logits[places]
+        return logits, lambda places: kernels.product(normed[places], self._weights.lm_head, None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return len(self._weights.lm_head.weight)
 
     def logits(self, layout: StepLayout) -> torch.Tensor:
         """Return the logits of a step instead of sampling, [rows, vocab]; KV and page table are written."""
         inputs, plan = layout.device(self.input), self._plans[layout]
         self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
-        return self._logits(inputs, layout, plan, self._kernels[plan.dependent])
+        return self._logits(inputs, layout, plan, self._kernels[plan.dependent])[0]
 
     def _logits(
-        self, inputs: StepSections[torch.Tensor], layout: StepLayout, plan: StepPlan, kernels: StepKernels
-    ) -> torch.Tensor:
+        self,
+        inputs: StepSections[torch.Tensor],
+        layout: StepLayout,
+        plan: StepPlan,
+        kernels: StepKernels,
+        *,
+        all_tokens: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits [rows, vocab]; with `all_tokens`, what they are made of where rows have several tokens."""
         weights = self._weights
         # Not dependent: the page table is read by kernels that wait for nothing but the one before them.
         residual = self._kernels[False].embed(weights.embedding, inputs, self.pages.token_pool)
         if isinstance(plan, OneRowPlan):
             for index in range(len(weights.layers)):
                 self._one_row_layer(residual, index, inputs, plan, kernels)
-            return kernels.normed_row(residual, weights.norm, weights.lm_head, plan.head)
+            return kernels.normed_row(residual, weights.norm, weights.lm_head, plan.head), None
         parts: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             h = kernels.norm(residual, parts, layer.input_norm)  # [tokens, hidden]
@@ -96,9 +125,13 @@ class FusedModel:
             h = kernels.norm(residual, parts, layer.post_attention_norm)
             h = kernels.gated_product(h, layer.gate_up, plan.gate_up)  # [tokens, intermediate]
             parts = kernels.split_product(h, layer.down, plan.down)
+        if all_tokens and not layout.decodes:
+            normed = kernels.norm(residual, parts, weights.norm)  # [tokens, hidden]
+            h = normed[inputs.last_tokens.to(torch.int64)]
+            return kernels.product(h, weights.lm_head, plan.head), normed
         places = None if layout.decodes else inputs.last_tokens
         h = kernels.norm(residual, parts, weights.norm, places=places)  # [rows, hidden]
-        return kernels.product(h, weights.lm_head, plan.head)
+        return kernels.product(h, weights.lm_head, plan.head), None
 
     def _one_row_layer(
         self,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncllm.model.cuda.step_layout import StepLayout, StepSections
     from asyncllm.scheduler.batch import Batch
 
-__all__ = ["Reader", "Staged", "StepStaging"]
+__all__ = ["Reader", "Staged", "StepStaging", "query_places"]
 
 Places = npt.NDArray[np.int64]
 
@@ -190,9 +190,20 @@ def _order(batch: Batch) -> Places:
     return np.argsort(np.where(batch.query_lens == 1, -batch.starts, 1), kind="stable")
 
 
+def query_places(batch: Batch) -> Places:
+    """Return the place in the step of each row's first query token: int64 [rows]."""
+    order = _order(batch)
+    lens = batch.query_lens[order]
+    places = np.empty_like(order)
+    places[order] = np.cumsum(lens) - lens
+    return places
+
+
 def _fill_sampling(to: StepSections[npt.NDArray[np.generic]], batch: Batch, places: Places) -> None:
     """Write what draws tokens; rows that sample nothing are greedy, and nobody reads their token."""
     temperatures = np.where(is_greedy(batch.temperatures), np.float32(0.0), batch.temperatures)
+    if batch.masks or batch.options:
+        temperatures[batch.asking] = 0.0  # they are drawn apart
     if len(places) < batch.rows:
         to.temperatures[: batch.rows] = 0.0
     to.temperatures[places] = temperatures
