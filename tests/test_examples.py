@@ -102,11 +102,17 @@ def test_cancel_and_timeout_gives_all_pages_back_each_time() -> None:
 
 
 def test_chat_takes_turns_and_reuses_the_turns_before() -> None:
-    printed = run(EXAMPLES / "chat.py", stdin="What is the capital of France?\nAnd of Japan?\n")
+    printed = run(EXAMPLES / "chat.py", stdin="Which city is the capital of France?\nAnd of Japan?\n")
     turns = [(int(cached), int(prompt)) for cached, prompt in re.findall(r"\[(\d+) of (\d+) prompt tokens", printed)]
     assert len(turns) == 2
     assert "Paris" in printed
     assert turns[1][0] >= turns[0][1]
+
+
+def test_structured_gives_what_fits() -> None:
+    printed = run(EXAMPLES / "structured.py")
+    assert "Recipe(name=" in printed
+    assert re.search(r"minutes: [1-9]\d?; red: (yes|no); [1-9] \+ [1-9] = [1-9]\n$", printed)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
