@@ -133,7 +133,7 @@ class RowSampling:
 
 
 class TokenConstraint(Protocol):
-    """Says which tokens may come next; owned by one request, used on the engine thread.
+    """Says which tokens may come next; owned by one request, used by one thread at a time.
 
     Attributes:
         failure: why it can say no more; the request fails with its next token.
@@ -145,7 +145,7 @@ class TokenConstraint(Protocol):
         """Return which tokens may follow, as a row of `Batch.masks`: a new array.
 
         Args:
-            generated: all tokens that were generated, committed ones only; those of the last call and maybe more.
+            generated: all committed tokens: those of the last call and maybe more.
         """
 
 

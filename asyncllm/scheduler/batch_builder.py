@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from asyncllm.request import RequestState
 from asyncllm.scheduler.batch import SAMPLED_LAST_STEP, Batch, PromptScores
+from asyncllm.scheduler.late_masks import LateMasks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from asyncllm.kv.cache_manager import RequestPages, StepWrites
     from asyncllm.request import LogitOptions, Request, RowSampling
@@ -212,16 +213,15 @@ class DecodingRows:
                     options[sample] = sampling.options
         return options
 
-    def _masks(self, first_samples: Sequence[Request]) -> dict[int, npt.NDArray[np.int32]]:
-        """Ask the requests with a constraint what they may sample; by place among the step's samples."""
-        masks = {}
-        for sample, request in enumerate(self.in_step if self._needing else ()):
-            if request.constraint is not None:
-                masks[sample] = request.constraint.mask(request.generated)
-        for sample, request in enumerate(first_samples, start=len(self.in_step)):
-            if request.constraint is not None:
-                masks[sample] = request.constraint.mask(request.generated)
-        return masks
+    def _masks(self, first_samples: Sequence[Request]) -> Mapping[int, npt.NDArray[np.int32]]:
+        """Return the masks of the requests with a constraint, by place among the step's samples."""
+        bound = {
+            sample: request
+            for requests, start in ((self.in_step if self._needing else (), 0), (first_samples, len(self.in_step)))
+            for sample, request in enumerate(requests, start=start)
+            if request.constraint is not None
+        }
+        return LateMasks(bound) if bound else {}
 
     def advance(self, step: int) -> None:
         """Note that the step was launched."""

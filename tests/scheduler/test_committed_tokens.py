@@ -30,7 +30,7 @@ class Follower:
     def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
         """Check that no sampled token is missing."""
         assert list(generated) == self.request.generated
-        assert len(generated) == self.request.sampled
+        assert len(generated) == self.request.sampled - 1, "the step that asks samples the next one"
         return np.array([self.request.sequence, len(generated)], dtype=np.int32)
 
 
@@ -99,6 +99,32 @@ def disturb(world: World, draw: random.Random) -> None:
     live = [r for r in world.requests if r.state is RequestState.DECODING]
     if live and draw.random() < 0.05:
         world.end(draw.choice(live))
+
+
+def test_masks_are_made_when_the_device_asks_and_once() -> None:
+    world = World(pages=64, slots=4, depth=2)
+    bound = follow(make_request(0, 3, 4))
+    world.submit(bound)
+    world.launch()
+    world.commit()
+    step = world.launch()
+    assert step is not None
+    asked = 0
+
+    class Counting(Follower):
+        def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
+            nonlocal asked
+            asked += 1
+            return super().mask(generated)
+
+    bound.constraint = Counting(bound)
+    assert step.batch.asking == [0]
+    assert len(step.batch.masks) == 1
+    assert asked == 0
+    assert [step.batch.masks[0].tolist() for _ in range(3)] == [[0, 1]] * 3
+    assert asked == 1
+    world.commit()
+    assert step.batch.masks[0].tolist() == [0, 1]
 
 
 def test_each_sample_of_a_constrained_request_has_its_mask_and_no_other_has_one() -> None:
