@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from asyncllm.outputs import StepRecord
 
-__all__ = ["EOS", "GREEDY", "World", "make_request", "next_token", "reference"]
+__all__ = ["EOS", "GREEDY", "Follower", "World", "follow", "make_request", "next_token", "reference"]
 
 GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 EOS = 0
@@ -71,6 +71,28 @@ def make_request(
         priority=priority,
         namespace=namespace,
     )
+
+
+class Follower:
+    """A constraint that allows everything, and whose masks say for which place in which text they were asked."""
+
+    failure: str | None = None
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Check that no sampled token is missing."""
+        assert list(generated) == self.request.generated
+        assert len(generated) == self.request.sampled - 1, "the step that asks samples the next one"
+        return np.array([self.request.sequence, len(generated)], dtype=np.int32)
+
+
+def follow(request: Request) -> Request:
+    """Give a request a constraint."""
+    request.constraint = Follower(request)
+    request.needs_committed_token = True
+    return request
 
 
 class World:
@@ -235,6 +257,8 @@ class World:
         if not runs:
             return []
         batch = step.batch
+        for sample, mask in batch.masks.items():
+            assert mask.tolist()[0] == step.sampled[sample].sequence
         rows = self.device.step(batch)
         tokens = [next_token(rows.sequence(row).tolist()) for row in batch.sample_rows.tolist()]
         slots = batch.slots[batch.sample_rows].astype(np.int64)

@@ -5,40 +5,17 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from asyncllm.request import RequestState
-from helpers.scheduling import World, make_request, reference
+from helpers.scheduling import Follower, World, follow, make_request, reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
-    from asyncllm.request import Request
-
-
-class Follower:
-    """A constraint that allows everything, and whose masks say for which place in which text they were asked."""
-
-    failure: str | None = None
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-    def mask(self, generated: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Check that no sampled token is missing."""
-        assert list(generated) == self.request.generated
-        assert len(generated) == self.request.sampled - 1, "the step that asks samples the next one"
-        return np.array([self.request.sequence, len(generated)], dtype=np.int32)
-
-
-def follow(request: Request) -> Request:
-    """Give a request a constraint."""
-    request.constraint = Follower(request)
-    request.needs_committed_token = True
-    return request
 
 
 def test_a_request_that_needs_its_token_is_left_out_of_the_overlapping_step_and_others_go_on() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from asyncllm.errors import PromptTooLongError
 from asyncllm.kv.naive_cache import GROUP_PREFIX
 from asyncllm.request import RequestState
-from helpers.scheduling import World, make_request, reference
+from helpers.scheduling import World, follow, make_request, reference
 
 if TYPE_CHECKING:
     from asyncllm.request import Request
@@ -65,14 +65,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
         namespace=st.sampled_from(["", "", "other", GROUP_PREFIX]),
+        bound=st.booleans(),
     )
     def submit(
-        self, *, stem: list[int], kept: int, tail: list[int], max_tokens: int, priority: int, namespace: str
+        self,
+        *,
+        stem: list[int],
+        kept: int,
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        namespace: str,
+        bound: bool,
     ) -> None:
         """Call for a completion; a request that can never start is refused."""
         request = make_request(
             len(self.world.requests), stem[:kept] + tail, max_tokens, priority=priority, namespace=namespace
         )
+        if bound:
+            follow(request)
         cache = self.world.cache
         if -(-request.worst_case_tokens // cache.page_size) > cache.num_pages:
             try:
