@@ -61,6 +61,11 @@ class OptionOutcome:
         self.hook_logits: torch.Tensor | None = None
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether anything of prompts is asked for."""
+        return bool(self._prompts)
+
+    @property
     def most(self) -> int:
         """How many of the likeliest tokens the device finds for each."""
         return max((*(top for _, top in self._samples), *(each.logprobs for each in self._prompts.values())), default=0)

@@ -81,7 +81,7 @@ class OptionSampler:
         raw = edited[inputs.raw_scored]
         self._edit(edited, inputs, staged)
         tokens = choose(edited, inputs) if edited.numel() else inputs.places
-        left = edited.amax(dim=-1).isfinite()
+        left = edited.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
         if self._history is not None and staged.longest:
             rows = inputs.penalized
             self._history[inputs.slots[rows], inputs.positions[rows]] = tokens[rows].to(torch.int32)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncllm.model.cpu_device import CPUStep
+from asyncllm.model.option_outcome import OptionStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,14 +109,17 @@ class LaggingDevice:
             work()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A step's result, as a device takes it."""
+class _Relayed:
+    """Another device's result, as a device takes it, and as it was."""
 
-    result: StepResult
+    def __init__(self) -> None:
+        self.result: StepResult | None = None
 
     def tolist(self) -> list[list[int]]:
-        return [list(self.result.token_ids), [int(finite) for finite in self.result.finite]]
+        return [[], []]  # told by `complete`
+
+    def complete(self, result: StepResult) -> StepResult:
+        return result if self.result is None else self.result
 
 
 def _same(now: object, then: object) -> bool:
@@ -142,13 +146,16 @@ class LaggingRunner:
         """See `StepRunner`. Fails the step if anybody changed the batch meanwhile."""
         as_launched = copy.deepcopy(batch)
 
-        def run() -> _Sampled:
+        relayed = _Relayed()
+
+        def run() -> _Relayed:
             for field in dataclasses.fields(batch):
                 now, then = getattr(batch, field.name), getattr(as_launched, field.name)
                 assert _same(now, then), f"step {batch.index}: {field.name} was changed after the launch"
-            return _Sampled(self._inner.launch(batch).result())
+            relayed.result = self._inner.launch(batch).result()
+            return relayed
 
-        return self.device.submit(batch.index, run)
+        return OptionStep(self.device.submit(batch.index, run), relayed)
 
     def close(self) -> None:
         """See `StepRunner`."""
