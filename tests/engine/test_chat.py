@@ -68,7 +68,9 @@ def test_a_call_that_is_cut_is_content_and_so_is_what_a_stop_text_leaves() -> No
     async def main() -> None:
         async with scripted_engine({}, default=CALL) as engine:
             async with engine.chat(ASKED, tools=[WEATHER], max_tokens=40) as stream:
+                tokens = [token async for token in stream]
                 cut = await stream.result()
+            assert "".join(token.content for token in tokens) == cut.content
             assert (cut.finish_reason, cut.tool_calls, cut.content) == ("length", (), CALL[:40])
             _, stopped = await read(engine, tools=[WEATHER], stop="</tool_call>")
             assert [call.name for call in stopped.tool_calls] == ["weather"]

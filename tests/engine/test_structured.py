@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -13,6 +14,7 @@ import pytest
 from asyncllm import Engine, InvalidRequestError, PromptTooLongError, RequestFailedError
 from asyncllm.model.open import TorchBackend
 from asyncllm.scheduler.scheduler import Scheduler
+from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.structured.grammar_constraint import GrammarConstraint
 from asyncllm.testing import ScriptedModel, scripted_engine
 from helpers.engines import TinyModelFolder, each_model, small_engine
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from asyncllm import Completion, StepRecord
+    from asyncllm.structure import Structure
 
 PERSON: Final[dict[str, Any]] = {
     "type": "object",
@@ -207,6 +210,28 @@ def test_what_is_wrong_is_raised_by_the_call_and_leaves_nothing() -> None:
             with pytest.raises(PromptTooLongError):
                 engine.stream("a", regex="b", max_tokens=10**6)
             await idle.check()
+
+    anyio.run(main)
+
+
+def test_a_structure_is_compiled_on_a_worker_thread_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    compile_ = StructureCompiler.compile
+
+    def noting(self: StructureCompiler, structure: Structure) -> GrammarConstraint:
+        threads.append(threading.current_thread())
+        return compile_(self, structure)
+
+    monkeypatch.setattr(StructureCompiler, "compile", noting)
+
+    async def main() -> None:
+        engine_threads: list[threading.Thread] = []
+        async with scripted_engine({}, default="ab") as engine:
+            engine.add_step_listener(lambda _: engine_threads.append(threading.current_thread()))
+            for _ in range(3):
+                assert (await engine.generate("a", choices=["ab"])).text == "ab"
+            (thread,) = threads
+            assert thread not in {threading.current_thread(), *engine_threads}
 
     anyio.run(main)
 
