@@ -324,10 +324,14 @@ class LiveRequests:
             if not gone:
                 return
             for door, cause in gone:
-                self._end_readers_at(door, cause)
+                self._end_readers_at(door, cause, ended=[submission for submission, _, _ in ends])
 
-    def _end_readers_at(self, door: Door, cause: LoopGoneError) -> None:
-        """A loop is closed: all that wait there end; the others go on."""
+    def _end_readers_at(self, door: Door, cause: LoopGoneError, *, ended: Iterable[Submission]) -> None:
+        """A loop is closed: all that wait there end; the others go on. What ended just now can be read elsewhere."""
+        for submission in ended:
+            if submission.sink.mailbox.reader_door is door:
+                submission.sink.mailbox.reader_door = None
+                submission.sink.mailbox.reader_gone = True
         for submission in list(self._submissions):
             if submission.sink.mailbox.reader_door is door:
                 error = EngineError(f"the event loop that waited for {submission.request_id!r} is closed: {cause}")
