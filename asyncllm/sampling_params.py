@@ -44,7 +44,7 @@ class SamplingParams:
             cut to the room left in the context and to a quarter of the KV pool. 0 with `prompt_logprobs` alone: the
             prompt is scored, nothing is generated.
         min_tokens: 0 <= min_tokens <= max_tokens; before so many tokens nothing ends the request: ids that would
-            (those that `ignore_eos` ignores do not) are banned, and stop texts are looked for in what comes after.
+            (those that `ignore_eos` ignores do not) are banned, and stop texts that are complete by then do not count.
         temperature: >= 0; 0 (or below `GREEDY_BELOW_TEMPERATURE`) is greedy.
         top_p: keep the smallest set of tokens whose probability reaches this, 0 <= top_p <= 1; the best token
             is always kept, so 0 is greedy in effect; 1 is off.

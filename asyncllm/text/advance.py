@@ -52,7 +52,7 @@ class TextProgress:
             an end-of-sequence id's.
         skip_special_tokens: leave out the text of special tokens.
         max_tokens: tokens after which it ends.
-        min_tokens: stop texts are looked for in what comes after so many tokens.
+        min_tokens: stop texts that are complete with so many tokens or fewer do not count.
         tools: finds function calls in its text; None: they are not looked for.
     """
 
@@ -130,7 +130,7 @@ class _StoppableText:
 
     def add(self, token_id: int, *, stoppable: bool) -> tuple[str, str | None]:
         if not stoppable:
-            return self._detokenizer.add(token_id), None
+            return self._matcher.pass_over(self._detokenizer.add(token_id)), None
         released = self._matcher.feed(self._detokenizer.add(token_id))
         if released.stop is None and self._matcher.stops:
             # A stop in text that a later token could still change counts: ending here makes that text certain.

@@ -60,6 +60,13 @@ class _Pattern:
         self.matched = matched
         return None
 
+    def pass_over(self, piece: str) -> None:
+        """Follow `piece` as if full matches were none; what ends it may still begin one."""
+        rest: str | None = piece
+        while rest and (end := self.advance(rest)) is not None:
+            self.matched = self._fallback[len(self.text)]
+            rest = rest[end:]
+
 
 class StopMatcher:
     """Release text up to a stop text, the first that completes; on the same piece, the one that begins first.
@@ -98,9 +105,19 @@ class StopMatcher:
             start, end, stop = found
             self._held = ""
             return Released(buffer[: end if self._include else start], stop)
-        certain = len(buffer) - longest
+        return Released(self._release(buffer, longest), None)
+
+    def pass_over(self, text: str) -> str:
+        """Take the next piece of the stream, in which no stop may complete; return the text that is certain."""
+        for pattern in self._patterns:
+            pattern.pass_over(text)
+        return self._release(self._held + text, max((each.matched for each in self._patterns), default=0))
+
+    def _release(self, buffer: str, held: int) -> str:
+        """Hold back so many characters of the buffer; return those before."""
+        certain = len(buffer) - held
         self._held = buffer[certain:]
-        return Released(buffer[:certain], None)
+        return buffer[:certain]
 
     def completes(self, text: str) -> bool:
         """Whether `text`, if it came next, would complete a stop; changes nothing."""

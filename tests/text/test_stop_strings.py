@@ -138,3 +138,31 @@ def test_long_stops_and_texts_take_linear_work() -> None:
     texts, stop = feed(["a" * size + "b", "a" * size + "c"], ["a"] * (2 * size) + ["c"])
     assert stop == "a" * size + "c"
     assert "".join(texts) == "a" * size
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    early=st.lists(st.text("abc", max_size=4), max_size=6),
+    late=st.lists(st.text("abc", max_size=4), max_size=6),
+)
+def test_a_stop_that_was_passed_over_may_still_begin_one_that_counts(
+    stops: list[str], early: list[str], late: list[str]
+) -> None:
+    """Against a search: there is a stop where one ends after what was passed over, and all before it is shown."""
+    matcher = StopMatcher(stops, include=False)
+    text, passed = "".join(early) + "".join(late), len("".join(early))
+    shown, stop = "".join([matcher.pass_over(piece) for piece in early]), None
+    for piece in late:
+        released = matcher.feed(piece)
+        shown, stop = shown + released.text, released.stop
+        if stop is not None:
+            break
+    else:
+        shown += matcher.finish()
+    ends = [end for end in range(passed + 1, len(text) + 1) if any(text[:end].endswith(each) for each in stops)]
+    assert (stop is not None) is bool(ends)
+    if stop is None:
+        assert shown == text
+    else:
+        assert text.startswith(shown + stop)
+        assert len(shown) + len(stop) > passed
