@@ -6,7 +6,8 @@ structures. Invariant: what is kept is never advanced, requests get copies.
 llguidance does the work. Beside xgrammar on 45 schemas (tests/helpers/json_schemas.py) it kept to all of them, and
 names the keywords that it lacks, where the other ignored some (`allOf`, a `required` name without a property); its
 masks take 36 microseconds on average, 4 where a state comes again, against 5; and it needs no package beside it, where
-the other needs torch, triton and one more.
+the other needs torch, triton and one more. What it costs: the first structure of a model has the vocabulary read, 0.15
+seconds for 50,000 tokens, in which the library keeps Python's lock.
 """
 
 from __future__ import annotations
