@@ -529,11 +529,16 @@ class Engine:
         return opening.loop.drained
 
     def warmup(self) -> None:
-        """Run a short request, so that the first real one finds everything loaded and compiled. Blocks."""
+        """Run a short request, so that the first real one finds everything loaded and compiled. Blocks.
+
+        The vocabulary is read for structured output too, which would hold up all threads for a moment later.
+        """
         stream = self.stream([0], _WARMUP)
         while stream.next_blocking() is not None:
             pass
+        self._life.open_intake()[1].read_vocabulary()
 
     async def warmup_async(self) -> None:
         """Same as `warmup`, without blocking the loop."""
         await self.stream([0], _WARMUP).result()
+        await anyio.to_thread.run_sync(self._life.open_intake()[1].read_vocabulary)

@@ -19,6 +19,7 @@ from asyncllm.errors import InvalidRequestError, PromptTooLongError
 from asyncllm.kv.naive_cache import GROUP_PREFIX
 from asyncllm.request import Request
 from asyncllm.row_sampling import check_sampling, least_tokens, row_sampling
+from asyncllm.structure import Structure
 from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.submission import ReadyRequest, Sink, Submission
 from asyncllm.text.advance import TextProgress
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from asyncllm.backend import OpenBackend
     from asyncllm.request import TokenConstraint
     from asyncllm.sampling_params import LogitsHook, LogprobsMode, SamplingParams
-    from asyncllm.structure import Structure
     from asyncllm.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "SamplingFields"]
@@ -145,6 +145,11 @@ class Intake:
     def draw_seed(self) -> int:
         """Draw a seed for a request without one."""
         return self._seeds.getrandbits(63)
+
+    def read_vocabulary(self) -> None:
+        """Do now what the first structured output of this model would have to wait for."""
+        if self._structures is not None and self._opened.eos_token_ids:
+            self._structures.compile(Structure("choices", '["a"]'))
 
     def submission(
         self,

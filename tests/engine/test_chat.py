@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 import pytest
 
-from asyncllm import Conversation, InvalidRequestError, SamplingParams, ToolCall
-from asyncllm.testing import scripted_engine
+from asyncllm import LLM, Conversation, InvalidRequestError, SamplingParams, ToolCall
+from asyncllm.testing import ScriptedModel, scripted_engine
 from helpers.engines import TinyModelFolder, small_engine
 from helpers.idle import Idle
 from helpers.loops import both_loops, on_loop
@@ -123,6 +123,13 @@ def test_a_begun_answer_is_continued() -> None:
                 assert (await stream.result()).text.endswith("<|assistant|>In Bern<|end|><|assistant|>]")
 
     anyio.run(main)
+
+
+def test_the_blocking_face_takes_what_chat_takes() -> None:
+    with LLM("scripted", backend=ScriptedModel(lambda prompt: f"[{prompt}]"), seed=0) as llm:
+        begun = [*ASKED, {"role": "assistant", "content": "In Bern"}]
+        tokens = llm.chat(begun, continue_final_message=True, template_options={"name": "value"}, max_tokens=200)
+        assert "".join(map(str, tokens)).endswith("<|assistant|>In Bern]")
 
 
 @pytest.mark.parametrize(

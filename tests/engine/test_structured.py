@@ -17,6 +17,7 @@ from asyncllm.scheduler.scheduler import Scheduler
 from asyncllm.structured.compiler import StructureCompiler
 from asyncllm.structured.grammar_constraint import GrammarConstraint
 from asyncllm.testing import ScriptedModel, scripted_engine
+from asyncllm.text.tokenizer import Tokenizer
 from helpers.engines import TinyModelFolder, each_model, small_engine
 from helpers.idle import Idle
 from helpers.lagging_device import LaggingBackend
@@ -232,6 +233,28 @@ def test_a_structure_is_compiled_on_a_worker_thread_once(monkeypatch: pytest.Mon
                 assert (await engine.generate("a", choices=["ab"])).text == "ab"
             (thread,) = threads
             assert thread not in {threading.current_thread(), *engine_threads}
+
+    anyio.run(main)
+
+
+def test_warming_up_reads_the_vocabulary(tiny_model: TinyModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = [0]
+    token_bytes = Tokenizer.token_bytes
+
+    def noting(self: Tokenizer) -> list[bytes]:
+        read[0] += 1
+        return token_bytes(self)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", noting)
+
+    async def main() -> None:
+        async with small_engine("tiny", tiny_model) as engine:
+            assert read == [0]
+            await engine.warmup_async()
+            assert read == [1]
+            engine.warmup()
+            await engine.generate("a", choices=["red"])
+            assert read == [1]
 
     anyio.run(main)
 

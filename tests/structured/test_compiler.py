@@ -131,11 +131,12 @@ def test_no_special_token_and_no_row_without_a_token_is_ever_part_of_a_text() ->
     ("structure", "good", "bad"),
     [
         (Structure("regex", r"(a|b)+\d"), ["a1", "abba9"], ["1", "ab", "c1", "a1 "]),
+        (Structure("regex", r"^a|b$"), ["a", "b"], ["ab", "", "xa"]),
         (Structure("choices", '["red", "reddish", "it\'s \\"é\\""]'), ["red", "reddish", 'it\'s "é"'], ["re", "blue"]),
         (Structure("grammar", 'start: "(" start ")" | "x"'), ["x", "((x))"], ["(x", "", "xx"]),
         (Structure("grammar", 'root ::= "(" root ")" | "x"'), ["x", "((x))"], ["(x", "", "xx"]),
     ],
-    ids=["regex", "choices", "Lark", "GBNF"],
+    ids=["regex", "regex with anchors", "choices", "Lark", "GBNF"],
 )
 def test_the_other_ways_to_say_it(structure: Structure, good: list[str], bad: list[str]) -> None:
     assert [text for text in good if not takes(structure, text)] == []
