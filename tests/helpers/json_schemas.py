@@ -146,6 +146,39 @@ SCHEMAS: Final[dict[str, SchemaCase]] = {
         ({"people": []}, {"people": [{"name": "a", "tags": ["b", "c"]}]}),
         ({"people": [{"name": "a"}]}, {"people": None}),
     ),
+    "minProperties": SchemaCase(
+        {"type": "object", "additionalProperties": _DIGIT, "minProperties": 2, "maxProperties": 3},
+        ({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}),
+        ({}, {"a": 1}, {"a": 1, "b": 2, "c": 3, "d": 4}),
+    ),
+    "definitions": SchemaCase(
+        {"definitions": {"d": _DIGIT}, "type": "array", "items": {"$ref": "#/definitions/d"}, "maxItems": 3},
+        ([], [1, 2]),
+        ([10], ["1"]),
+    ),
+    "ref to itself": SchemaCase(
+        _object({"child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}),
+        ({"child": None}, {"child": {"child": None}}),
+        ({"child": 1}, {}),
+    ),
+    "anyOf beside properties": SchemaCase(
+        {
+            "type": "object",
+            "properties": {"a": _DIGIT, "b": _DIGIT},
+            "additionalProperties": False,
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        ({"a": 1}, {"b": 1}, {"a": 1, "b": 2}),
+        ({}, {"c": 1}),
+    ),
+    "annotations": SchemaCase(
+        {"title": "t", "description": "d", "default": 3, "examples": [1], "deprecated": True, **_DIGIT},
+        (1, 9),
+        (10, "1"),
+    ),
+    "enum of lists": SchemaCase({"enum": [[1, 2], {"a": None}]}, ([1, 2], {"a": None}), ([1], {})),
+    "format time": SchemaCase({"type": "string", "format": "time"}, ("12:30:00Z",), ("noon", "12")),
+    "format ipv6": SchemaCase({"type": "string", "format": "ipv6"}, ("::1", "fe80::1"), ("1.2.3.4", "x")),
     "anything": SchemaCase({}, (1, "a", None, [1, {"a": []}], {"x": {}}), ()),
     "any object": SchemaCase({"type": "object"}, ({}, {"a": 1}), (1, [])),
 }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Texts without a bound of their own: a random model writes on.
 ENDLESS: Final = {"string", "minLength", "open pattern", "format email", "anything", "any object", "required unnamed"}
 PROMPT: Final = 'Short values as JSON: 1, "a", {"b":2}, [3], null, {"c":"d"}\nOne short value as JSON: '
-CHECK: Final = jsonschema.FormatChecker()
+CHECK: Final = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def fits(name: str, text: str) -> bool:
