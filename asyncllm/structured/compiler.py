@@ -4,12 +4,12 @@ Runs in any thread: quick checks and copies where a call is made, compiling on w
 structures. Invariant: what is kept is never advanced, requests get copies.
 
 llguidance does the work. On 52 schemas (tests/helpers/json_schemas.py, both separators) it took every value that fits
-and no other, and it names the keywords that it lacks; xgrammar took values that do not fit under three schemas (`allOf`,
-a `required` name without a property, `anyOf` beside properties) and none of some that do under four. A mask takes 40
-microseconds on average (4 where a state comes again) against 5, compiling 0.6 ms against 1.9, and it needs no package
-beside it, where the other needs torch, triton and one more: 8 MB installed against 17 and these.
-What it costs: the first structure of a model has the vocabulary read, 0.15
-seconds for 50,000 tokens, in which the library keeps Python's lock.
+and no other, and it names the keywords that it lacks; xgrammar took values that do not fit under three of them
+(`allOf`, a `required` name without a property, `anyOf` beside properties) and refused some that do under four. A mask
+takes 40 microseconds on average (4 where a state comes again) against 5, compiling 0.6 ms against 1.9, and it needs no
+package beside it, where the other needs torch, triton and one more: 8 MB installed against 17 and these. What it
+costs: the first structure of a model has the vocabulary read, 0.15 seconds for 50,000 tokens, in which the library
+keeps Python's lock.
 """
 
 from __future__ import annotations
