@@ -275,6 +275,26 @@ def test_the_device_remembers_what_it_sampled_by_slot_until_another_history_come
         assert seen == order[:50]
 
 
+@pytest.mark.parametrize("penalty", ["repetition", "frequency"])
+def test_rows_with_histories_of_different_lengths_look_at_their_own_alone(penalty: str) -> None:
+    """The shorter one's slot still holds the end of another's: its best token, which no penalty may meet.
+
+    Its own token, there twice, is rewarded, but not enough: it would be if it counted once for each place past the
+    history's end.
+    """
+    sampler, logits = OptionSampler(num_slots=2), random_logits(2, seed=6)
+    order = logits[0].argsort(descending=True).tolist()
+    gap = float(logits[0, order[0]] - logits[0, order[5]])
+    options = LogitOptions(prompt_tokens=0, repetition_penalty=1.9)
+    if penalty == "frequency":
+        options = LogitOptions(prompt_tokens=0, frequency_penalty=-gap / 4)
+    before, short, long = ids(*[order[0]] * 9), ids(order[5], order[5]), ids(*[1] * 12)
+    sampled_by(sampler, logits[:1], continuing(0, len(before), options, before))
+    batch = make_batch(0, [Row(0, len(short) - 1, [0]), Row(1, len(long) - 1, [0])])
+    batch = dataclasses.replace(batch, options={0: options, 1: options}, histories={0: short, 1: long})
+    assert sampled_by(sampler, logits, batch)[0] == order[0]
+
+
 def test_the_memory_of_histories_grows_and_keeps_what_it_has() -> None:
     sampler, logits = OptionSampler(num_slots=2), random_logits(1)
     order = logits[0].argsort(descending=True).tolist()
@@ -325,6 +345,15 @@ def test_logprobs_are_of_the_model_or_of_what_is_drawn_from(filters: str, proces
             best = np.log(np.sort(exactly)[::-1][: kind.logprobs])
             np.testing.assert_allclose([each for _, each in found.top], best, atol=1e-4)
             np.testing.assert_allclose([np.log(exactly[each]) for each, _ in found.top], best, atol=1e-4)
+
+
+def test_equally_likely_tokens_share_a_rank() -> None:
+    logits = torch.zeros(1, VOCAB, device="cpu")
+    logits[0, 5] = 1.0
+    batch = asking_batch(1, {0: asked(logprobs=0, bias_ids=ids(5), biases=np.array([-9.0], dtype=np.float32))})
+    result = told(logits, batch)
+    assert result.token_ids[0] != 5
+    assert result.logprobs[0].rank == 2
 
 
 def test_processed_logprobs_of_a_greedy_row_are_those_before_temperature() -> None:

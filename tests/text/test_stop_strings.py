@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncllm.text.stop_strings import Released, StopMatcher
@@ -140,6 +140,8 @@ def test_long_stops_and_texts_take_linear_work() -> None:
     assert "".join(texts) == "a" * size
 
 
+@example(stops=["aba"], early=["aba"], late=["ba"])
+@example(stops=["ab"], early=["a"], late=["b"])
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     early=st.lists(st.text("abc", max_size=4), max_size=6),
