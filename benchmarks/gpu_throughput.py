@@ -1,11 +1,12 @@
 """Tokens a second of one GPU through the engine's streams, with random weights in published shapes.
 
     python -m benchmarks.gpu_throughput [--shapes qwen3-0.6b,qwen3-8b] [--workloads offline,single,prefix,life]
-        [--repeats 3] [--parts] [--profile] [--set NAME=VALUE ...]
+        [--repeats 3] [--blocking] [--parts] [--profile] [--set NAME=VALUE ...]
 
 Every token goes to an asyncio task of its own request. Prints a JSON line a run, then a table of medians beside
-what peers were measured to do on an H200. `--parts` adds what the engine thread spends in each part of a step,
-`--profile` which kernels take the GPU's time; both slow the runs down, so take the rates from runs without them.
+what peers were measured to do on an H200. `--blocking` adds runs that return whole completions, in turns with the
+others, `--parts` what the engine thread spends in each part of a step, `--profile` which kernels take the GPU's
+time; the last two slow the runs down, so take the rates from runs without them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ async def stream_one(engine: Engine, ask: Ask, stamps: list[float], began: float
 
 
 async def run_once(engine: Engine, asks: list[Ask]) -> dict[str, float]:
-    """Run a workload; return its figures."""
+    """Run a workload on an engine that has no prefix of it; return its figures."""
+    await engine.reset_prefix_cache_async()
     stamps: list[list[float]] = [[] for _ in asks]
     steps, began = engine.stats().steps, time.perf_counter()
     await asyncio.gather(*(stream_one(engine, ask, own, began) for ask, own in zip(asks, stamps, strict=True)))
@@ -83,6 +85,15 @@ async def run_once(engine: Engine, asks: list[Ask]) -> dict[str, float]:
         "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
         "itl_max_ms": 1e3 * gaps[-1],
     }
+
+
+async def run_blocking(engine: Engine, asks: list[Ask]) -> float:
+    """Run a workload for its completions alone; return tokens a second."""
+    await engine.reset_prefix_cache_async()
+    params = [SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, ignore_eos=True) for ask in asks]
+    began = time.perf_counter()
+    completions = await engine.generate_all([ask.prompt for ask in asks], params)
+    return sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - began)
 
 
 @contextlib.contextmanager
@@ -195,6 +206,8 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
         for workload in options.workloads:
             for repeat in range(options.repeats + 1):  # the first one warms up
                 figures = await run_once(engine, WORKLOADS[workload](seed=repeat))
+                if options.blocking:
+                    figures["blocking_tokens_per_second"] = await run_blocking(engine, WORKLOADS[workload](seed=repeat))
                 if repeat:
                     line = {name: round(value, 3) for name, value in figures.items()}
                     rows.append({"shape": shape, "workload": workload, "repeat": repeat, **line})
@@ -233,8 +246,9 @@ def main() -> None:
     """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--workloads", default="offline,single,prefix,life")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--set", type=setting, action="append", default=[])

@@ -6,6 +6,7 @@ single: one request, 128 tokens in, 256 out, greedy.
 prefix: 128 requests that share 2,048 tokens, with 64 more each, 64 out.
 life: 400 requests that arrive over time, prompts of 100 to 1,024 tokens, lengths drawn as real answers have them, 30 %
     left halfway.
+crowd: 1,024 requests at once, 64 tokens in, 192 out; for engines opened with `--set max_running_requests=1024`.
 """
 
 from __future__ import annotations
@@ -121,4 +122,10 @@ def life(seed: int) -> list[Ask]:
     return asks
 
 
-WORKLOADS = {"offline": offline, "single": single, "prefix": prefix, "life": life}
+def crowd(seed: int) -> list[Ask]:
+    """Make 1,024 short requests at once."""
+    rng = random.Random(seed)
+    return [Ask(prompt=_ids(rng, 64), max_tokens=192) for _ in range(1024)]
+
+
+WORKLOADS = {"offline": offline, "single": single, "prefix": prefix, "life": life, "crowd": crowd}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asyncllm.errors import EngineError
+from asyncllm.model.cuda.direct_calls import DirectCalls
 from asyncllm.model.cuda.staging import query_places
 from asyncllm.model.cuda.streams import step_stream
 from asyncllm.model.option_outcome import OptionStep
@@ -50,7 +51,7 @@ class CUDAStep:
         done: recorded behind the copy of the results.
     """
 
-    __slots__ = ("_done", "_index", "_places", "_results")
+    __slots__ = ("_done", "_index", "_places", "_results", "_waited")
 
     def __init__(
         self, index: int, results: npt.NDArray[np.int32], places: npt.NDArray[np.int64], done: torch.cuda.Event
@@ -59,6 +60,7 @@ class CUDAStep:
         self._results = results
         self._places = places
         self._done = done
+        self._waited = False
 
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
@@ -69,13 +71,16 @@ class CUDAStep:
         return False
 
     def wait(self) -> None:
-        """Block until the step is done, with the GIL released."""
+        """Block until the step is done, with the GIL released; a second call keeps it."""
+        if self._waited:
+            return
         try:
             self._done.synchronize()
         except RuntimeError as error:
             raise EngineError(
                 f"CUDA failed in a step: {error}. Nothing in this process can use the device any more: restart it"
             ) from error
+        self._waited = True
 
     def result(self) -> StepResult:
         """Return what was sampled. Blocks until done.
@@ -84,7 +89,7 @@ class CUDAStep:
             EngineError: the device failed.
         """
         self.wait()
-        tokens, finite = self._results[:, self._places].tolist()
+        tokens, finite = (row[self._places].tolist() for row in self._results)  # one row at a time keeps the GIL
         return StepResult(index=self._index, token_ids=tuple(tokens), finite=tuple(map(bool, finite)))
 
 
@@ -117,6 +122,9 @@ class CUDARunner:
         pinned = [torch.zeros(len(model.output), dtype=torch.int32, pin_memory=True) for _ in range(_TURNS)]
         self._results: list[tuple[torch.Tensor, npt.NDArray[np.int32]]] = [(t, t.numpy()) for t in pinned]
         self._events = [torch.cuda.Event(blocking=_BLOCKING) for _ in range(_TURNS)]
+        for event in self._events:
+            event.record(self._stream)  # only now it has a handle
+        self._direct = DirectCalls.find(self._stream)
         self._turn = 0
         self._last: CUDAStep | None = None
         self._options = OptionSampler(num_slots=len(model.pages.token_pool))
@@ -135,17 +143,23 @@ class CUDARunner:
         self._turn = (self._turn + 1) % _TURNS
         results, array = self._results[self._turn]
         event, size = self._events[self._turn], 2 * layout.rows
+        if staged.late_writes.size or batch.page_copies.size:
+            self._write_pages(model, staged.late_writes, batch.page_copies)
         options = self._staged_options(batch, staged.places, model.vocab_size)
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            if staged.late_writes.size or batch.page_copies.size:
-                self._write_pages(model, staged.late_writes, batch.page_copies)
-            model.input[: layout.size].copy_(staged.block, non_blocking=True)
-            if options is None:
-                self._graphs.run(layout)
-            else:
-                self._run_options(model, layout, options)
-            results[:size].copy_(model.output[:size], non_blocking=True)
-            event.record(self._stream)
+        graph = self._graphs.handle(layout)
+        if options is None and self._direct is not None and graph is not None:
+            self._direct.enqueue(
+                staged.address,
+                model.input.data_ptr(),
+                4 * layout.size,
+                graph,
+                model.output.data_ptr(),
+                results.data_ptr(),
+                4 * size,
+                event.cuda_event,
+            )
+        else:
+            self._enqueue(model, staged.block, layout, results[:size], event, options=options)
         step = CUDAStep(batch.index, array[:size].reshape(2, layout.rows), staged.places, event)
         staged.read_by(step)
         self._last = step
@@ -164,6 +178,26 @@ class CUDARunner:
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
 
+    def _enqueue(
+        self,
+        model: FusedModel,
+        block: torch.Tensor,
+        layout: StepLayout,
+        results: torch.Tensor,
+        event: torch.cuda.Event,
+        *,
+        options: StagedOptions | None,
+    ) -> None:
+        """Enqueue a step by way of torch."""
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            model.input[: layout.size].copy_(block, non_blocking=True)
+            if options is None:
+                self._graphs.run(layout)
+            else:
+                self._run_options(model, layout, options)
+            results.copy_(model.output[: len(results)], non_blocking=True)
+            event.record(self._stream)
+
     def _staged_options(self, batch: Batch, places: npt.NDArray[np.int64], vocab_size: int) -> StagedOptions | None:
         if not (batch.masks or batch.options or batch.prompt_scores):
             return None
@@ -180,9 +214,10 @@ class CUDARunner:
 
     def _write_pages(self, model: FusedModel, writes: npt.NDArray[np.int32], copies: npt.NDArray[np.int32]) -> None:
         """Do what finds no room in a padded step; rare, so it may take calls of its own."""
-        if writes.size:
-            slots, columns, pages = torch.from_numpy(writes.copy()).to(self._device)
-            model.pages.table[slots.long(), columns.long()] = pages
-        if copies.size:
-            sources, targets = torch.from_numpy(copies.copy()).to(self._device)
-            self._kernels.copy_pages(model.pages, sources, targets)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            if writes.size:
+                slots, columns, pages = torch.from_numpy(writes.copy()).to(self._device)
+                model.pages.table[slots.long(), columns.long()] = pages
+            if copies.size:
+                sources, targets = torch.from_numpy(copies.copy()).to(self._device)
+                self._kernels.copy_pages(model.pages, sources, targets)

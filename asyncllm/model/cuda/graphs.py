@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncllm.model.cuda.direct_calls import graph_handle
 from asyncllm.model.cuda.streams import capturing
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class StepGraphs:
         self._step: Callable[[StepLayout], None] | None = step
         self._device = device
         self._graphs: dict[StepLayout, torch.cuda.CUDAGraph] = {}
+        self._handles: dict[StepLayout, int | None] = {}
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def __len__(self) -> int:
@@ -60,8 +62,13 @@ class StepGraphs:
                 prepare(layout)
                 step(layout)  # libraries and kernels are loaded now: that cannot be captured
                 stream.synchronize()
-                self._graphs[layout] = _captured(functools.partial(step, layout), pool)
+                graph = self._graphs[layout] = _captured(functools.partial(step, layout), pool)
+                self._handles[layout] = graph_handle(graph)
             on_captured(done)
+
+    def handle(self, layout: StepLayout) -> int | None:
+        """Return the driver's handle of a step's graph; None if there is no graph, or torch does not tell."""
+        return self._handles.get(layout)
 
     def run(self, layout: StepLayout) -> None:
         """Enqueue a step on the current stream."""
@@ -76,6 +83,7 @@ class StepGraphs:
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
+        self._handles.clear()
         self._step = None
 
     def _open(self) -> Callable[[StepLayout], None]:

@@ -38,10 +38,11 @@ class Reader(Protocol):
 class _Block:
     """Host memory of one step, and who reads it."""
 
-    __slots__ = ("array", "reader", "sections", "tensor")
+    __slots__ = ("address", "array", "reader", "sections", "tensor")
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.tensor = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.address = self.tensor.data_ptr()
         self.array: npt.NDArray[np.int32] = self.tensor.numpy()
         self.sections: dict[StepLayout, StepSections[npt.NDArray[np.generic]]] = {}
         self.reader: Reader | None = None
@@ -62,6 +63,11 @@ class Staged:
     places: Places
     late_writes: npt.NDArray[np.int32]
     holder: _Block
+
+    @property
+    def address(self) -> int:
+        """Where the block is in memory."""
+        return self.holder.address
 
     def read_by(self, reader: Reader) -> None:
         """Keep the block from being written again before `reader` is done."""
