@@ -41,7 +41,7 @@ def make_engine(folder: Path, *, lagging: bool = False, **fields: object) -> Eng
         "seed": 0,
     }
     backend = LaggingBackend(TorchBackend()) if lagging else None
-    return Engine(folder, backend=backend, **{**usual, **fields})  # type: ignore[arg-type]  # names of fields
+    return Engine(folder, backend=backend, **{**usual, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def test_greedy_tokens_are_those_of_transformers(
     with make_engine(folder) as engine:
         for prompt in (PROMPT, LONG, [9]):
             found = generate(engine, prompt, max_tokens=25, **ours).token_ids
-            ids = reference.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False, **theirs)
+            ids = reference.generate(  # type: ignore[operator]  # a method, though transformers says a tensor
+                torch.tensor([prompt]), max_new_tokens=25, do_sample=False, **theirs
+            )
             assert list(found) == ids[0, len(prompt) :].tolist()
 
 
@@ -159,7 +161,8 @@ def test_max_tokens_0_scores_the_prompt_and_generates_nothing(prompt: list[int],
 
 
 def test_a_prompt_as_long_as_the_context_or_the_pool_can_be_scored(folder: Path) -> None:
-    for settings in ({"max_model_tokens": 64}, {"kv_pool_tokens": 64}):
+    for setting in ("max_model_tokens", "kv_pool_tokens"):
+        settings: dict[str, Any] = {setting: 64}
         with make_engine(folder, **settings) as engine:
             found = generate(engine, [5] * 64, max_tokens=0, prompt_logprobs=0)
             assert found.prompt_logprobs is not None
@@ -448,7 +451,7 @@ def test_a_generation_configs_options_are_defaults(tiny_model: TinyModelFolder, 
 def test_stop_texts_count_from_min_tokens_on() -> None:
     with scripted_engine({"p": "ab ab ab"}) as engine:
         for least, text in ((0, ""), (1, ""), (2, "ab "), (4, "ab "), (5, "ab ab "), (8, "ab ab ab")):
-            found = anyio.run(lambda least=least: engine.generate("p", stop="ab", min_tokens=least, max_tokens=8))
+            found = anyio.run(lambda n=least: engine.generate("p", stop="ab", min_tokens=n, max_tokens=8))  # type: ignore[misc]
             assert found.text == text, least
 
 

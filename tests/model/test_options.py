@@ -39,11 +39,11 @@ def packed(allowed: npt.NDArray[np.bool_]) -> Ints:
     return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
 
 
-def batch_of(count: int, *, temperature: float = 1.0, **fields: object) -> Batch:
+def batch_of(count: int, *, temperature: float = 1.0, masks: Mapping[int, Ints] | None = None) -> Batch:
     """Make a step of rows with one token each; row i draws with seed i."""
     batch = make_batch(0, [Row(slot=row, start=4, tokens=[0], seed=row) for row in range(count)])
     temperatures = np.full(count, temperature, dtype=np.float32)
-    return dataclasses.replace(batch, temperatures=temperatures, **fields)
+    return dataclasses.replace(batch, temperatures=temperatures, masks=masks or {})
 
 
 def tokens_of(logits: torch.Tensor, batch: Batch) -> tuple[list[int], list[bool]]:
@@ -121,8 +121,8 @@ def asked(**fields: object) -> LogitOptions:
     return LogitOptions(prompt_tokens=len(PROMPT), **fields)  # type: ignore[arg-type]  # names of fields
 
 
-BIASES = {"bias_ids": ids(5, 9, 33), "biases": np.array([3.0, -1.0, -np.inf], dtype=np.float32)}
-LATE = {"late_ids": ids(2, 9), "first_end": POSITION + 1}
+BIASES: dict[str, object] = {"bias_ids": ids(5, 9, 33), "biases": np.array([3.0, -1.0, -np.inf], dtype=np.float32)}
+LATE: dict[str, object] = {"late_ids": ids(2, 9), "first_end": POSITION + 1}
 OPTIONS: dict[str, dict[str, object]] = {
     "repetition": {"repetition_penalty": 1.7},
     "a repetition penalty that rewards": {"repetition_penalty": 0.6},

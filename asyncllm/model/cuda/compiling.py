@@ -27,7 +27,7 @@ _FEW_ROWS: Final = 16  # the sampler's kernels differ there
 
 def compile_steps(
     plans: Mapping[StepLayout, StepPlan],
-    step: Callable[[StepLayout], None],
+    step: Callable[[StepLayout], object],
     on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
     """Have the kernels of all plans compiled.

@@ -204,8 +204,12 @@ class CUDARunner:
         return stage_options(batch, places=places, row_starts=query_places(batch), vocab_size=vocab_size, pinned=True)
 
     def _run_options(self, model: FusedModel, layout: StepLayout, options: StagedOptions) -> None:
-        """Run a step without its graph, whose logits cannot be had; the asking rows' tokens are chosen again."""
-        logits, token_logits = model.open_step(layout)
+        """Run a step, and choose the asking rows' tokens again; prompts are scored without the step's graph."""
+        if options.outcome.scores_prompts:
+            logits, token_logits = model.open_step(layout)
+        else:
+            logits = self._graphs.run(layout)
+            token_logits = logits.__getitem__
         asked = self._options.sample(logits, options, token_logits)
         tokens, finite = model.results(layout)
         tokens[asked.places] = asked.tokens.to(torch.int32)

@@ -63,17 +63,22 @@ class FusedModel:
         """Return where a step's results are: int32 [2, rows], tokens and whether their logits were finite."""
         return self.output[: 2 * layout.rows].view(2, layout.rows)
 
-    def step(self, layout: StepLayout) -> None:
-        """Run the step whose inputs are in `input`: KV, page table, token pool and `output` are written."""
+    def step(self, layout: StepLayout) -> torch.Tensor:
+        """Run the step whose inputs are in `input`: KV, page table, token pool and `output` are written.
+
+        Returns:
+            The logits, [rows, vocab].
+        """
         inputs, plan = layout.device(self.input), self._plans[layout]
         kernels = self._kernels[plan.dependent]
         self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
         logits, _ = self._logits(inputs, layout, plan, kernels)
         results = self.results(layout)
         kernels.sample(logits, inputs, self.pages.token_pool, results, counted=not layout.decodes)
+        return logits
 
     def open_step(self, layout: StepLayout) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Run a step, and give what its results were made of.
+        """Run a step, and give what its results, and those of its other tokens, are made of.
 
         Returns:
             The logits, [rows, vocab], and a function from places of tokens in the step, int64 [n], to the logits after

@@ -28,14 +28,15 @@ class StepGraphs:
     """Capture steps, and run them by their graphs; a step without one runs as it is.
 
     Args:
-        step: launches the step of a layout.
+        step: launches the step of a layout; returns its logits, [rows, vocab].
         device: where.
     """
 
-    def __init__(self, step: Callable[[StepLayout], None], device: torch.device) -> None:
-        self._step: Callable[[StepLayout], None] | None = step
+    def __init__(self, step: Callable[[StepLayout], torch.Tensor], device: torch.device) -> None:
+        self._step: Callable[[StepLayout], torch.Tensor] | None = step
         self._device = device
         self._graphs: dict[StepLayout, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[StepLayout, torch.Tensor] = {}
         self._handles: dict[StepLayout, int | None] = {}
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
@@ -62,7 +63,8 @@ class StepGraphs:
                 prepare(layout)
                 step(layout)  # libraries and kernels are loaded now: that cannot be captured
                 stream.synchronize()
-                graph = self._graphs[layout] = _captured(functools.partial(step, layout), pool)
+                graph, logits = _captured(functools.partial(step, layout), pool)
+                self._graphs[layout], self._logits[layout] = graph, logits
                 self._handles[layout] = graph_handle(graph)
             on_captured(done)
 
@@ -70,37 +72,61 @@ class StepGraphs:
         """Return the driver's handle of a step's graph; None if there is no graph, or torch does not tell."""
         return self._handles.get(layout)
 
-    def run(self, layout: StepLayout) -> None:
-        """Enqueue a step on the current stream."""
+    def run(self, layout: StepLayout) -> torch.Tensor:
+        """Enqueue a step on the current stream; return its logits, [rows, vocab], there until the next step."""
         graph = self._graphs.get(layout)
         if graph is None:
-            self._open()(layout)
-        else:
-            graph.replay()
+            return self._open()(layout)
+        graph.replay()
+        return self._logits[layout]
 
     def close(self) -> None:
         """Give the graphs and their memory back. Idempotent; nothing may be running."""
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
+        self._logits.clear()
         self._handles.clear()
         self._step = None
 
-    def _open(self) -> Callable[[StepLayout], None]:
+    def _open(self) -> Callable[[StepLayout], torch.Tensor]:
         if self._step is None:
             raise RuntimeError("the graphs are closed")
         return self._step
 
 
-def _captured(run: Callable[[], None], pool: torch.cuda._POOL_HANDLE) -> torch.cuda.CUDAGraph:
-    """Capture what is launched on the current stream."""
+def _captured(
+    run: Callable[[], torch.Tensor], pool: torch.cuda._POOL_HANDLE
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture what is launched on the current stream; return where its logits will be, too."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        run()
+        logits = run()
     except BaseException:
         with contextlib.suppress(RuntimeError):  # that the capture is broken is no news
             graph.capture_end()
         raise
     graph.capture_end()
-    return graph
+    return graph, _view_of(logits)
+
+
+class _Place:
+    """Memory of a tensor of 16-bit elements, by Python's array interface."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<i2",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _view_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at the same place that does not own it, so that later captures can use the memory, too.
+
+    It belongs to the graphs' pool, which stays as long as they do.
+    """
+    view = torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
+    return view if view.data_ptr() == tensor.data_ptr() else tensor  # a copy would not be written by replays

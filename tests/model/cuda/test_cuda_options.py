@@ -77,7 +77,8 @@ def test_logprobs_are_those_of_transformers_within_the_dtype(folder: Path) -> No
     """Of the prompt, long enough for several steps, and of the completion; a second time its prefix is cached."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = model.to("cuda")
     prompt = [(7 * number) % 350 + 5 for number in range(150)]
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0, logprobs=2, prompt_logprobs=2)
     with make_engine(folder, step_token_budget=96, min_prefill_chunk=64) as engine:
