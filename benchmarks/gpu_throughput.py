@@ -38,13 +38,15 @@ from benchmarks.gpu_workloads import SHAPES, WORKLOADS, Ask, write_config
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Output tokens a second on an H200: vLLM 0.26 streaming (AsyncLLM) and blocking (LLM), nano-vllm.
-PEERS = {
-    ("qwen3-0.6b", "offline"): {"vllm-async": 16162, "vllm": 20881, "nano-vllm": 19202},
-    ("qwen3-0.6b", "single"): {"vllm-async": 225, "vllm": 522, "nano-vllm": 372},
-    ("qwen3-0.6b", "prefix"): {"vllm-async": 10411, "vllm": 12439, "nano-vllm": 11510},
-    ("qwen3-8b", "offline"): {"vllm-async": 9347, "vllm": 9666, "nano-vllm": 8610},
-    ("qwen3-8b", "single"): {"vllm-async": 189, "vllm": 190, "nano-vllm": 161},
+# Output tokens a second on an H200: vLLM 0.26 streaming (AsyncLLM) and blocking (LLM); nano-vllm in another run.
+PEERS: dict[tuple[str, str], dict[str, float]] = {
+    ("qwen3-0.6b", "offline"): {"vllm-async": 20359, "vllm": 22678, "nano-vllm": 19202},
+    ("qwen3-0.6b", "single"): {"vllm-async": 545, "vllm": 595, "nano-vllm": 372},
+    ("qwen3-0.6b", "prefix"): {"vllm-async": 10594, "vllm": 13101, "nano-vllm": 11510},
+    ("qwen3-0.6b", "life"): {"vllm-async": 7871},
+    ("qwen3-8b", "offline"): {"vllm-async": 9449, "vllm": 9646, "nano-vllm": 8610},
+    ("qwen3-8b", "single"): {"vllm-async": 190.4, "vllm": 190.5, "nano-vllm": 161},
+    ("qwen3-8b", "life"): {"vllm-async": 5573},
 }
 GAPS = (3e-6, 2e-5, 1e-4, 1e-3, 1e9)
 ENGINE = {"load_format": "dummy", "dtype": "bfloat16", "max_running_requests": 256, "max_model_tokens": 4096, "seed": 0}
