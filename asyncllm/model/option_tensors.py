@@ -29,6 +29,8 @@ __all__ = ["OptionInputs", "StagedOptions", "stage_options"]
 
 _ALIGNMENT: Final = 64  # bytes, a multiple of every element's size
 
+_DTYPES: Final = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
+
 Arrays = dict[str, "npt.NDArray[np.generic]"]
 
 
@@ -105,13 +107,16 @@ class OptionInputs:
     prompt_targets: torch.Tensor
 
 
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(OptionInputs))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagedOptions:
     """The asking rows' inputs in host memory, and what the host needs to know of them.
 
     Args:
         block: uint8, all of them.
-        shapes: of each of `OptionInputs`' fields, the first byte, the dtype and the shape.
+        shapes: of each of `OptionInputs`' fields that is not empty, the first byte, the dtype and the shape.
         longest: tokens of the longest history.
         counts: whether any row's penalties need to know how often a token was generated.
         outcome: takes what the device finds out.
@@ -126,10 +131,9 @@ class StagedOptions:
     def on_device(self, device: torch.device) -> OptionInputs:
         """Give the inputs as tensors: views of the host memory on the CPU, one copy on a GPU's current stream."""
         whole = self.block.to(device, non_blocking=True)
-        tensors = {
-            name: whole[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
-            for name, (start, dtype, shape) in self.shapes.items()
-        }
+        tensors = dict.fromkeys(_FIELDS, whole[:0].view(torch.int64))
+        for name, (start, dtype, shape) in self.shapes.items():
+            tensors[name] = whole[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         return OptionInputs(**tensors)
 
 
@@ -297,16 +301,18 @@ def _padded(masks: Mapping[int, Ints], words: int) -> Ints:
 def _packed(
     values: Mapping[str, npt.NDArray[np.generic]], *, pinned: bool
 ) -> tuple[torch.Tensor, dict[str, tuple[int, torch.dtype, tuple[int, ...]]]]:
-    """Write arrays one after the other into new memory: where each is; integers as int64, but for masks."""
-    arrays = {
-        name: value if value.dtype == np.float32 or name == "masks" else value.astype(np.int64, copy=False)
-        for name, value in values.items()
-    }
-    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())]).tolist()
-    block = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    """Write what is not empty into new memory, one after the other: where each is; integers as int64, but for masks."""
+    arrays = {name: value for name, value in values.items() if value.size}
+    for name, value in arrays.items():
+        if value.dtype not in _DTYPES or (value.dtype == np.int32 and name != "masks"):
+            arrays[name] = value.astype(np.int64)
+    size = sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())
+    block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     memory: npt.NDArray[np.uint8] = block.numpy()
     shapes: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-    for (name, array), start in zip(arrays.items(), starts[:-1], strict=True):
-        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        shapes[name] = (start, getattr(torch, array.dtype.name), array.shape)
+    start = 0
+    for name, array in arrays.items():
+        memory[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+        shapes[name] = (start, _DTYPES[array.dtype], array.shape)
+        start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return block, shapes
