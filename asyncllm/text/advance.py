@@ -6,7 +6,7 @@ the completion's text, up to the first thing that ended it; the last step leaves
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.stop_strings import StopMatcher
@@ -37,6 +37,9 @@ class TextStep(NamedTuple):
     stop_reason: str | int | None = None
     content: str | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+_NOTHING: Final = TextStep("")
 
 
 class TextProgress:
@@ -116,7 +119,9 @@ class TextProgress:
             return TextStep(text, "stop", stop)
         if ends:
             return TextStep(text, "stop", token_id if is_stop_id else None)
-        return TextStep(text, "length" if self._left <= 0 else None)
+        if self._left <= 0:
+            return TextStep(text, "length")
+        return TextStep(text) if text else _NOTHING
 
 
 class _StoppableText:
