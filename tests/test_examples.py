@@ -109,6 +109,13 @@ def test_chat_takes_turns_and_reuses_the_turns_before() -> None:
     assert turns[1][0] >= turns[0][1]
 
 
+def test_logprobs_prefers_the_right_answer_and_bans_it() -> None:
+    lines = run(EXAMPLES / "logprobs.py").splitlines()
+    assert lines[0].endswith("The capital of France is Paris")
+    assert lines[3].startswith("' Paris' [(")
+    assert "Paris" not in lines[6]
+
+
 def test_structured_gives_what_fits() -> None:
     printed = run(EXAMPLES / "structured.py")
     assert "Recipe(name=" in printed
