@@ -126,7 +126,11 @@ class _Place:
 def _view_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor at the same place that does not own it, so that later captures can use the memory, too.
 
-    It belongs to the graphs' pool, which stays as long as they do.
+    It belongs to the graphs' pool, which stays as long as they do. Where torch cannot make such a view, or would copy,
+    which no replay would write to, it is the tensor itself: right too, at the price of its memory.
     """
-    view = torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
-    return view if view.data_ptr() == tensor.data_ptr() else tensor  # a copy would not be written by replays
+    try:
+        view = torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
+    except (TypeError, ValueError, RuntimeError):
+        return tensor
+    return view if view.data_ptr() == tensor.data_ptr() else tensor
