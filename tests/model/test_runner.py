@@ -95,12 +95,17 @@ def test_a_step_that_samples_nothing_has_no_tokens(runner: ModelRunner, referenc
     assert list(second.result().token_ids) == greedy(reference, prompt, 1)
 
 
-def test_a_failed_step_raises_for_itself_and_the_next_is_right(runner: ModelRunner, reference: PreTrainedModel) -> None:
+def test_a_failed_step_raises_what_is_behind_it_is_not_run_and_the_next_is_right(
+    runner: ModelRunner, reference: PreTrainedModel
+) -> None:
     runner.launch(make_batch(0, [Row(0, 0, [1, 2, 3])], table=table(0))).result()
     bad = runner.launch(make_batch(1, [Row(0, 3, [10**6])]))
-    good = runner.launch(make_batch(2, [Row(0, 0, [1, 2, 3])]))
+    behind = runner.launch(make_batch(2, [Row(0, 0, [1, 2, 3])]))
     with pytest.raises(IndexError):
         bad.result()
+    with pytest.raises(RuntimeError, match="step 2 was not run"):
+        behind.result()
+    good = runner.launch(make_batch(3, [Row(0, 0, [1, 2, 3])]))
     assert list(good.result().token_ids) == greedy(reference, [1, 2, 3], 1)
 
 
