@@ -68,6 +68,7 @@ class LogitOptions:
         bias_ids: int32 [n], distinct.
         biases: float32 [n], added to the logits of `bias_ids`; -inf bans.
         allowed_ids: int32 [n], the only ids that may be chosen; None: all.
+        mask: the same for many ids, packed as in `Batch.masks`; None: all.
         late_ids: int32 [n], the ids that end the request, where it has a least number of tokens.
         first_end: the first position at which one of `late_ids` may stand.
         logprobs: how many of the likeliest tokens are told beside the chosen one; None: nothing is.
@@ -82,6 +83,7 @@ class LogitOptions:
     bias_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=_no_ids)
     biases: npt.NDArray[np.float32] = dataclasses.field(default_factory=_no_biases)
     allowed_ids: npt.NDArray[np.int32] | None = None
+    mask: npt.NDArray[np.int32] | None = None
     late_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=_no_ids)
     first_end: int = 0
     logprobs: int | None = None
@@ -95,6 +97,7 @@ class LogitOptions:
             self.penalizes
             or len(self.bias_ids) > 0
             or self.allowed_ids is not None
+            or self.mask is not None
             or len(self.late_ids) > 0
             or self.logprobs is not None
             or self.hook is not None

@@ -6,6 +6,7 @@ nothing beyond temperature and filters has no `LogitOptions`, and so takes the f
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,14 +88,16 @@ def row_sampling(
         params: the call's.
         defaults: the model's.
         seed: of the draws.
-        vocab_size: a top-k of at least this is none.
+        vocab_size: ids are below it.
         prompt_tokens: tokens of the prompt.
         min_tokens: as `least_tokens` has it.
         end_ids: ids that end the request.
     """
     temperature = defaults.temperature if params.temperature is None else float(params.temperature)
     top_k = defaults.top_k if params.top_k is None else params.top_k
-    options = _options(params, defaults, prompt_tokens, min_tokens, end_ids if min_tokens else ())
+    options = _with_mask(
+        _options(params, defaults, prompt_tokens, min_tokens, end_ids if min_tokens else ()), vocab_size
+    )
     return RowSampling(
         temperature=0.0 if temperature < GREEDY_BELOW_TEMPERATURE else temperature,
         top_p=defaults.top_p if params.top_p is None else float(params.top_p),
@@ -128,4 +131,23 @@ def _options(
         logprobs=params.logprobs,
         processed_logprobs=params.logprobs_mode == "processed",
         hook=params.logits_hook,
+    )
+
+
+def _with_mask(options: LogitOptions, vocab_size: int) -> LogitOptions:
+    """Replace allowed and banned ids by a mask where they are so many that it is shorter."""
+    ids, banned = options.allowed_ids, options.biases == -np.inf
+    words = -(-vocab_size // 32)
+    if (0 if ids is None else len(ids)) <= words and int(banned.sum()) <= words:
+        return options
+    allowed = np.full(32 * words, ids is None)
+    if ids is not None:
+        allowed[ids] = True
+    allowed[options.bias_ids[banned]] = False
+    return dataclasses.replace(
+        options,
+        bias_ids=options.bias_ids[~banned],
+        biases=options.biases[~banned],
+        allowed_ids=None,
+        mask=np.packbits(allowed, bitorder="little").view(np.int32),
     )

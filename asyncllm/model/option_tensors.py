@@ -171,8 +171,7 @@ def stage_options(
         "slots": batch.slots[rows],
         "positions": positions,
         **_draws(batch, samples, positions, vocab_size),
-        "masked": _ints(row_of_sample[sample] for sample in batch.masks),
-        "masks": _padded(batch.masks, -(-vocab_size // 32)),
+        **_masks({row_of_sample[sample]: mask for sample, mask in batch.masks.items()}, options, vocab_size),
         **_edits(options, positions),
         **_penalties(penalized),
         **_histories(batch),
@@ -290,12 +289,17 @@ def _pairs(ids: Mapping[int, Ints]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
     return keys, np.concatenate([_NO_INTS, *ids.values()])
 
 
-def _padded(masks: Mapping[int, Ints], words: int) -> Ints:
-    """Put masks below each other: int32 [masks, words]."""
-    padded = np.zeros((len(masks), words), dtype=np.int32)
-    for row, mask in zip(padded, masks.values(), strict=True):
-        row[: len(mask)] = mask[:words]
-    return padded
+def _masks(structures: Mapping[int, Ints], options: Mapping[int, LogitOptions], vocab_size: int) -> Arrays:
+    """Put masks below each other; a row that has two may be what both allow."""
+    own = {row: asked.mask for row, asked in options.items() if asked.mask is not None}
+    rows = sorted(structures.keys() | own.keys())
+    masks = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+    for padded, row in zip(masks, rows, strict=True):
+        if (mask := structures.get(row)) is not None:
+            padded[: len(mask)] = mask[: len(padded)]
+        if row in own:
+            padded[:] = own[row] if mask is None else padded & own[row]
+    return {"masked": _ints(rows), "masks": masks}
 
 
 def _packed(

@@ -82,9 +82,10 @@ class ScriptedOptions:
     def _allowed(self, sample: int) -> npt.NDArray[np.bool_]:
         batch, options = self._batch, self._batch.options.get(sample)
         allowed = np.ones(vocabulary.VOCAB_SIZE, dtype=np.bool_)
-        if (mask := batch.masks.get(sample)) is not None:
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(allowed)]
-            allowed[:] = np.pad(bits, (0, len(allowed) - len(bits)))
+        for mask in (batch.masks.get(sample), None if options is None else options.mask):
+            if mask is not None:
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(allowed)]
+                allowed &= np.pad(bits, (0, len(allowed) - len(bits))).astype(np.bool_)
         if options is not None:
             if options.allowed_ids is not None:
                 allowed &= np.isin(np.arange(len(allowed)), options.allowed_ids)

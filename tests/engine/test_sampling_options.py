@@ -417,6 +417,22 @@ def test_params_can_be_copied_with_changes_and_stay_as_they_are() -> None:
     assert copy.banned_token_ids == (0, 1, 2)
 
 
+def test_many_ids_are_what_few_are(folder: Path) -> None:
+    """Allowed and banned ids that leave the same, as few and as many; with biases, of which some ban."""
+    fields: dict[str, Any] = {"temperature": 1.2, "seed": 4, **USUAL}
+    left, bias = range(40, 48), {41: 2.0, 300: 1.0, 42: -math.inf}
+    others = [token for token in range(384) if token not in left]
+    with make_engine(folder) as engine:
+        few = generate(engine, PROMPT, allowed_token_ids=left, logit_bias=bias, **fields).token_ids
+        banned = generate(engine, PROMPT, banned_token_ids=others, logit_bias=bias, **fields).token_ids
+        both = generate(
+            engine, PROMPT, allowed_token_ids=range(30, 48), banned_token_ids=range(40), logit_bias=bias, **fields
+        ).token_ids
+    assert set(few) <= set(left) - {42}
+    assert few == banned == both
+    assert len(set(few)) > 2
+
+
 def test_ids_of_one_request_may_be_any_iterable_and_empty_bans_are_none(folder: Path) -> None:
     with make_engine(folder) as engine:
         plain = generate(engine, PROMPT, **USUAL).token_ids

@@ -88,6 +88,20 @@ def test_a_mask_that_is_short_allows_nothing_past_its_end() -> None:
     assert len(set(tokens)) > 20
 
 
+def test_a_row_with_two_masks_takes_what_both_allow() -> None:
+    flags = np.random.default_rng(3).random((2, VOCAB)) < 0.4
+    options = LogitOptions(prompt_tokens=1, mask=packed(flags[1]))
+    batch = dataclasses.replace(
+        batch_of(300, masks={row: packed(flags[0]) for row in range(200)}),
+        options=dict.fromkeys(range(100, 300), options),
+    )
+    tokens, finite = tokens_of(random_logits(1).expand(300, -1), batch)
+    assert all(finite)
+    for rows, allowed in ((slice(100), flags[0]), (slice(100, 200), flags[0] & flags[1]), (slice(200, 300), flags[1])):
+        assert allowed[tokens[rows]].all()
+        assert len(set(tokens[rows])) > 3
+
+
 def test_a_mask_that_allows_nothing_is_told() -> None:
     masks: Mapping[int, Ints] = {1: np.zeros(3, dtype=np.int32)}
     tokens, finite = tokens_of(random_logits(3), batch_of(3, masks=masks))
