@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -293,8 +294,10 @@ def test_tokens_of_a_stream_carry_their_logprobs(folder: Path) -> None:
 @pytest.mark.parametrize("lagging", [True, False])
 def test_a_hook_sees_all_tokens_and_the_logits_after_penalties_and_biases(lagging: bool, folder: Path) -> None:
     seen: list[tuple[list[int], torch.Tensor]] = []
+    threads: set[str] = set()
 
     def hook(ids: Sequence[int], logits: torch.Tensor) -> None:
+        threads.add(threading.current_thread().name)
         seen.append((list(ids), logits.clone()))
         logits[:] = -math.inf
         logits[50 + len(ids) % 3] = 1.0
@@ -310,6 +313,7 @@ def test_a_hook_sees_all_tokens_and_the_logits_after_penalties_and_biases(laggin
             repetition_penalty=2.0,
         )
         assert found.token_ids == tuple(50 + (len(PROMPT) + n) % 3 for n in range(4))
+    assert lagging or threads == {"asyncllm-engine"}
     assert [ids for ids, _ in seen] == [[*PROMPT, *found.token_ids[:n]] for n in range(4)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for ids, logits in seen:
