@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncllm import Engine, InvalidRequestError, RequestFailedError, SamplingParams
 from asyncllm.model.open import TorchBackend
-from asyncllm.testing import check_nothing_left, scripted_engine
+from asyncllm.testing import ScriptedModel, check_nothing_left, scripted_engine
 from helpers.lagging_device import LaggingBackend
 
 if TYPE_CHECKING:
@@ -499,3 +499,18 @@ def test_a_scripted_model_takes_only_what_may_be_taken_and_tells_that_it_is_cert
 
         assert ask(logits_hook=hook).text == "poXg"
         assert seen == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_a_step_that_fails_and_runs_again_tells_nothing_twice(step: int) -> None:
+    """A prompt in four steps; one step of these, or of the completion, fails once."""
+    model = ScriptedModel()
+    model.fail_at_step(step, MemoryError("no memory"))
+    prompt = LONG * 8
+    with scripted_engine(model, step_token_budget=128, min_prefill_chunk=16) as engine:
+        fields: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "max_tokens": 3, "ignore_eos": True}
+        found = generate(engine, [token % 250 for token in prompt], min_tokens=3, **fields)
+    assert found.prompt_logprobs is not None
+    assert [each and each.id for each in found.prompt_logprobs] == [None, *(token % 250 for token in prompt[1:])]
+    assert tuple(each.id for each in found.logprobs or ()) == found.token_ids
+    assert len(found.token_ids) == 3
