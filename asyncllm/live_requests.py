@@ -207,6 +207,16 @@ class LiveRequests:
         if submission.request is not None:
             self._scheduler.resume(submission.request)
 
+    def resume_those_with_room(self) -> None:
+        """Let paused requests go on that lost what was in flight, since a step failed: it may not be full any more.
+
+        Their readers may have nothing to read, and so would never resume them.
+        """
+        for submission in list(self._paused):
+            if submission.request is not None and not self._is_full(submission, submission.request):
+                submission.sink.mailbox.paused = False
+                self.resume(submission)
+
     def park_longest_paused(self) -> bool:
         """Take the pages of the longest pause, if it is over the grace, for a request that waits for them."""
         submission = next(iter(self._paused), None)

@@ -145,6 +145,7 @@ class StepsInFlight:
         if self._failed is not None and not self._flights:
             failed, self._failed = self._failed, None
             self._recovery.step_failed(*failed)
+            self._live.resume_those_with_room()
             self._check()
         return None
 
@@ -158,11 +159,11 @@ class StepsInFlight:
             result = flight.launched.result()
         except Exception as error:
             if self._failed is not None:
+                _without_frames(error)
                 return None  # as was to be expected behind a failed one
             if isinstance(error, IntegrityError):
                 raise
-            traceback.clear_frames(error.__traceback__)  # their locals hold the step's memory
-            self._failed = (flight.scheduled, error)
+            self._failed = (flight.scheduled, _without_frames(error))
             return None
         return result if self._failed is None else None
 
@@ -190,3 +191,11 @@ class StepsInFlight:
     def _check(self) -> None:
         if self._debug_checks:
             self._scheduler.check_integrity()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Say in a note where an error comes from, and let its frames go: who keeps it keeps no request and no memory."""
+    if not hasattr(error, "__notes__"):
+        error.add_note("In the step:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    traceback.clear_frames(error.__traceback__)
+    return error.with_traceback(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,6 +12,7 @@ import pytest
 
 from asyncllm import Engine, EngineFailedError, EngineState, IntegrityError, RequestFailedError
 from asyncllm.model.open import TorchBackend
+from asyncllm.request import Request
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left, scripted_engine
 from helpers.engines import TinyModelFolder, each_model, small_engine
 from helpers.failing_device import FailingBackend, When
@@ -242,8 +244,8 @@ def test_requests_that_are_left_while_they_are_tried_hold_nobody_up(leaver: int)
             alone = (await engine.generate([2, 3], max_tokens=12)).token_ids
             model.fail_steps_with(POISON, BROKEN)
             first = engine.stats().steps
-            streams = [engine.stream(prompt, max_tokens=12) for prompt in ([2, 3], POISON, [2, 4])]
             with model.hold_at_step(first + 2) as held:  # the second of those that are tried
+                streams = [engine.stream(prompt, max_tokens=12) for prompt in ([2, 3], POISON, [2, 4])]
                 await held.reached()
                 await streams[leaver].aclose()
             for place, stream in enumerate(streams):
@@ -313,14 +315,51 @@ def test_a_paused_stream_goes_on_after_a_fault_with_its_tokens() -> None:
     on_loop("asyncio", main)
 
 
+def test_who_keeps_the_error_keeps_no_request() -> None:
+    """Nor its cause, which says in a note where it was raised."""
+
+    async def main() -> None:
+        gc.collect()
+        before = sum(type(each) is Request for each in gc.get_objects())  # of other tests
+        model = ScriptedModel()
+        async with scripted_engine(model) as engine:
+            model.fail_steps_with(POISON, RuntimeError("simulated: kept"))
+            with pytest.raises(RequestFailedError) as caught:
+                await engine.generate_all([[1], POISON, [2]], max_tokens=9)
+            cause = caught.value.__cause__
+            assert "In the step:" in "".join(getattr(cause, "__notes__", []))
+            assert getattr(cause, "__traceback__", None) is None
+            check_nothing_left(engine)
+            gc.collect()
+            assert sum(type(each) is Request for each in gc.get_objects()) <= before + 1  # engine thread's own
+
+    on_loop("asyncio", main)
+
+
+@pytest.mark.parametrize("buffer_tokens", [1, 2, 3])
+@pytest.mark.parametrize("step", range(6))
+def test_a_reader_of_a_stream_whose_tokens_in_flight_were_lost_gets_them(step: int, buffer_tokens: int) -> None:
+    """It was paused for them, and nothing was left to read, which would have let it go on."""
+
+    async def main() -> None:
+        model = ScriptedModel()
+        async with scripted_engine(model) as engine:
+            model.fail_at_step(step, BROKEN)
+            stream = engine.stream([5], max_tokens=8, buffer_tokens=buffer_tokens)
+            assert len([token async for token in stream]) == 8
+            check_nothing_left(engine)
+
+    on_loop("asyncio", main)
+
+
 def test_an_engine_can_be_closed_while_requests_are_tried() -> None:
     async def main() -> None:
         model = ScriptedModel()
         engine = scripted_engine(model)
         async with engine:
             model.fail_steps_with(POISON, BROKEN)
-            calls = [asyncio.ensure_future(engine.generate([*POISON, i], max_tokens=9)) for i in range(4)]
             with model.hold_at_step(1) as held:
+                calls = [asyncio.ensure_future(engine.generate([*POISON, i], max_tokens=9)) for i in range(4)]
                 await held.reached()
                 closing = asyncio.ensure_future(engine.aclose())
                 await asyncio.sleep(0)

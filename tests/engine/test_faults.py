@@ -170,7 +170,7 @@ def test_the_loop_that_its_reader_waits_on_is_gone(moment: str, way: str) -> Non
             stream = scene.open()
             with reader_on_a_loop_of_its_own(stream) as loop:
                 await scene.arrive()
-                while stream._mailbox.unread:
+                while stream._mailbox.unread or stream._mailbox.reader_door is None:
                     await scene.engine.check_integrity_async()
                 if way == "closed":
                     loop.call_soon_threadsafe(loop.stop)
@@ -217,6 +217,7 @@ def reader_on_a_loop_of_its_own(stream: TokenStream) -> Iterator[asyncio.Abstrac
 
     def run() -> None:
         tasks = [loop.create_task(read())]  # dropped with the loop
+        tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]
         loop.run_forever()
         loop.close()
         with warnings.catch_warnings():
