@@ -23,7 +23,7 @@ from asyncllm.engine_loop import EngineLoop
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.front_desk import engine_closed
 from asyncllm.inbox import Call, Cancel, Resume, Submit
-from asyncllm.intake import ChatTurn, RequestOptions, SamplingFields
+from asyncllm.intake import ChatTurn, RequestOptions, SamplingFields, mappings
 from asyncllm.lifecycle import Lifecycle
 from asyncllm.mailbox import Mailbox
 from asyncllm.outputs import EngineState, EngineStats
@@ -203,8 +203,8 @@ class Engine:
             cache_namespace=cache_namespace,
         )
         turn = ChatTurn(
-            messages=tuple(messages),
-            tools=None if tools is None else tuple(tools),
+            messages=mappings("messages", messages),
+            tools=None if tools is None else mappings("tools", tools),
             continue_final_message=continue_final_message,
             template_options=template_options,
         )

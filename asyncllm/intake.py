@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncllm.sampling_params import LogitsHook, LogprobsMode, SamplingParams
     from asyncllm.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "SamplingFields"]
+__all__ = ["ChatTurn", "Intake", "Message", "Prompt", "RequestOptions", "SamplingFields", "mappings"]
 
 DEFAULT_MAX_TOKENS: Final = 1024
 LEAST_DEFAULT_MAX_TOKENS: Final = 16
@@ -117,9 +117,27 @@ class ChatTurn:
     continue_final_message: bool
     template_options: Mapping[str, object] | None
 
+    def __post_init__(self) -> None:
+        options = self.template_options
+        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+            raise InvalidRequestError(f"template_options must be a mapping from names to values, not {options!r:.80}")
+
     def characters(self) -> int:
         """About how long the rendered text will be."""
         return sum(len(str(value)) for message in self.messages for value in message.values())
+
+
+def mappings(name: str, values: object) -> tuple[Mapping[str, object], ...]:
+    """Return the messages or tools of a call.
+
+    Raises:
+        InvalidRequestError: they are something else.
+    """
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        found = tuple(values)
+        if all(isinstance(each, Mapping) for each in found):
+            return found
+    raise InvalidRequestError(f"{name} must be an iterable of mappings, not {type(values).__name__} {values!r:.80}")
 
 
 class Intake:
