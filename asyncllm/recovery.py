@@ -95,6 +95,7 @@ class Recovery:
             Exception: the first one, if no step runs, or if steps fail whoever is in them.
         """
         self._scheduler.roll_back()
+        self._live.resume_those_with_room()  # first: who was paused for a token of this step is under suspicion, too
         if self._failed is not None and self._probe in step.rows:
             raise self._failed[1]
         if is_out_of_memory(error) and self._scheduler.shrink_steps(step):

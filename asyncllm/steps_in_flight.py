@@ -145,7 +145,6 @@ class StepsInFlight:
         if self._failed is not None and not self._flights:
             failed, self._failed = self._failed, None
             self._recovery.step_failed(*failed)
-            self._live.resume_those_with_room()
             self._check()
         return None
 

@@ -352,6 +352,26 @@ def test_a_reader_of_a_stream_whose_tokens_in_flight_were_lost_gets_them(step: i
     on_loop("asyncio", main)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("buffer_tokens", [1, 2])
+def test_who_makes_steps_fail_fails_alone_though_it_is_paused_when_they_do(buffer_tokens: int, overlap: bool) -> None:
+    """Its buffer is full with what is in flight, so it is paused whenever its step's failure is read."""
+
+    async def main() -> None:
+        model = ScriptedModel()
+        async with scripted_engine(model, overlap=overlap) as engine:
+            alone = await engine.generate([5], max_tokens=60)
+            model.fail_steps_with(POISON, BROKEN)
+            stream = engine.stream(POISON, max_tokens=9, buffer_tokens=buffer_tokens)
+            other = await engine.generate([5], max_tokens=60)
+            with pytest.raises(RequestFailedError):
+                await stream.result()
+            assert other.token_ids == alone.token_ids
+            check_nothing_left(engine)
+
+    on_loop("asyncio", main)
+
+
 def test_an_engine_can_be_closed_while_requests_are_tried() -> None:
     async def main() -> None:
         model = ScriptedModel()
