@@ -239,6 +239,8 @@ def _prompt_scores(chunk: PromptChunk) -> PromptScores | None:
     request = chunk.request
     if request.prompt_logprobs is None or chunk.start + 1 >= len(request.prompt):
         return None
+    if request.generated:  # it was parked and computes its prompt again, whose logprobs were told
+        return None
     return PromptScores(targets=request.prompt[chunk.start + 1 : chunk.end + 1], logprobs=request.prompt_logprobs)
 
 

@@ -266,6 +266,27 @@ def test_a_penalized_stream_that_was_parked_goes_on_with_the_tokens_it_has_unpau
     anyio.run(main)
 
 
+def test_a_parked_request_that_computes_its_prompt_again_tells_its_logprobs_once(folder: Path) -> None:
+    fields: dict[str, Any] = {"prompt_logprobs": 1, "max_tokens": 50, "ignore_eos": True}
+
+    async def main() -> None:
+        small = {"page_size": 4, "kv_pool_tokens": 64, "min_prefill_chunk": 4, "max_running_requests": 4}
+        async with make_engine(folder, pause_grace_seconds=0.0, step_token_budget=16, **small) as engine:
+            alone = await engine.generate(PROMPT[:6], **fields)
+            async with engine.stream(PROMPT[:6], buffer_tokens=4, **fields) as slow:
+                await anext(slow)
+                while not engine.stats().paused:
+                    await engine.check_integrity_async()
+                await engine.generate([20, 21], max_tokens=20)
+                assert engine.stats().parked == 1
+                await engine.reset_prefix_cache_async()
+                completion = await slow.result()
+                assert completion.token_ids == alone.token_ids
+                assert completion.prompt_logprobs == alone.prompt_logprobs
+
+    anyio.run(main)
+
+
 def test_a_drawn_seed_is_told_and_repeats_the_tokens(folder: Path) -> None:
     with make_engine(folder, seed=None) as engine:
         drawn = generate(engine, PROMPT, max_tokens=20, temperature=1.5, frequency_penalty=0.2)
