@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack
 
+from asyncllm.intake import mappings
+
 if TYPE_CHECKING:
     from asyncllm.engine import Engine
     from asyncllm.intake import Message, SamplingFields
@@ -48,7 +50,7 @@ class Conversation:
         params: SamplingParams | None = None,
     ) -> None:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages += messages
+        self.messages += mappings("messages", messages)
         self._engine = engine
         self._tools = tools
         self._template_options = template_options
@@ -79,7 +81,7 @@ class Conversation:
         if isinstance(message, str):
             said = [{"role": "user", "content": message}]
         else:
-            said = [message] if isinstance(message, Mapping) else list(message)
+            said = [message] if isinstance(message, Mapping) else list(mappings("message", message))
         stream = self._engine.chat(
             [*self.messages, *said],
             self._params if params is None else params,

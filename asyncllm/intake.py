@@ -7,8 +7,8 @@ scheduler never meets a request that could not finish.
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
+import sys
 from array import array as packed
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypedDict
@@ -91,7 +91,7 @@ class RequestOptions:
         if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
             raise InvalidRequestError(f"request_id must be a non-empty text, not {self.request_id!r}")
         if self.timeout is not None and not _is_positive_number(self.timeout):
-            raise InvalidRequestError(f"timeout must be a number of seconds > 0, not {self.timeout!r}")
+            raise InvalidRequestError(f"timeout must be a number of seconds > 0, not {self.timeout!r:.80}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequestError(f"priority must be an integer (higher first), not {self.priority!r}")
         buffer = self.buffer_tokens
@@ -118,6 +118,10 @@ class ChatTurn:
     template_options: Mapping[str, object] | None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.continue_final_message, bool):
+            raise InvalidRequestError(
+                f"continue_final_message must be True or False, not {self.continue_final_message!r:.80}"
+            )
         options = self.template_options
         if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
             raise InvalidRequestError(f"template_options must be a mapping from names to values, not {options!r:.80}")
@@ -342,7 +346,7 @@ class Intake:
 
 
 def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _own(prompt: Prompt | ChatTurn) -> str | ChatTurn | npt.NDArray[np.int64]:

@@ -31,6 +31,7 @@ MOST_LOGPROBS: Final = 1024
 """Most alternatives that can be asked for: they come to the host with every token."""
 
 _MAX_SEED: Final = 2**63 - 1
+_LARGEST: Final = (2 - 2**-23) * 2.0**127  # of float32, in which logits are computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class SamplingParams:
         _check_int("seed", self.seed, low=0, high=_MAX_SEED)
         _check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
         _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MOST_LOGPROBS)
-        if self.logprobs_mode not in ("raw", "processed"):
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in ("raw", "processed"):
             raise InvalidRequestError(f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
         if self.logits_hook is not None and not callable(self.logits_hook):
             raise InvalidRequestError(f"logits_hook must be a function of ids and logits, not {self.logits_hook!r}")
@@ -210,6 +211,8 @@ def _check_float(
         allowed = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be {allowed}, not {value!r}")
+    if math.inf > abs(value) > _LARGEST:
+        raise InvalidRequestError(f"{name} must be {allowed} and of at most {_LARGEST:g} in size, not {value!r:.80}")
     if not math.isfinite(value) or not low <= value <= high or (above is not None and value <= above):
         raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
 
@@ -224,8 +227,12 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
         raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {value!r}") from None
     _ids("logit_bias", biases)
     for token_id, bias in biases.items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < math.inf:
             raise InvalidRequestError(f"logit_bias must hold finite numbers or -inf, not {bias!r} (of id {token_id})")
+        if math.inf > abs(bias) > _LARGEST:
+            raise InvalidRequestError(
+                f"logit_bias must hold numbers of at most {_LARGEST:g} in size, not {bias!r:.80} (of id {token_id})"
+            )
     return tuple((token_id, float(bias)) for token_id, bias in biases.items())
 
 

@@ -62,7 +62,10 @@ def json_schema_text(value: object) -> str | None:
         return None
     make = getattr(value, "model_json_schema", None)
     if make is not None:
-        value = make()
+        try:
+            value = make()
+        except Exception as error:  # the caller's code: whatever it raises
+            raise InvalidRequestError(f"json_schema: {value!r:.80} gives no schema: {error!r}") from error
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if isinstance(schema, Mapping):

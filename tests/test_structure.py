@@ -23,6 +23,15 @@ class Person(pydantic.BaseModel):
     age: int
 
 
+class NoSchema:
+    """What cannot be told as a schema, as pydantic models with fields of arbitrary types."""
+
+    @classmethod
+    def model_json_schema(cls) -> object:
+        """Raise."""
+        raise RuntimeError("no schema for you")
+
+
 def test_a_schema_is_a_mapping_a_pydantic_class_or_json_and_all_are_the_same() -> None:
     schema = Person.model_json_schema()
     before = json.dumps(schema)
@@ -60,6 +69,7 @@ def test_without_one_there_is_none() -> None:
         ({"regex": "a", "choices": ["a"]}, "regex and choices"),
         ({"json_schema": {}, "grammar": "start: A"}, "json_schema and grammar"),
         ({"json_schema": 3}, "json_schema"),
+        ({"json_schema": NoSchema}, "json_schema.*NoSchema.*no schema for you"),
         ({"json_schema": "{"}, "json_schema"),
         ({"json_schema": "[]"}, "json_schema"),
         ({"json_schema": {"const": {1, 2}}}, "json_schema"),

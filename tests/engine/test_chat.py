@@ -152,6 +152,20 @@ def test_images_and_the_like_are_refused_by_name_at_the_call(content: object, na
     anyio.run(main)
 
 
+@pytest.mark.parametrize("value", [5, "text", [5], {"role": "user"}.keys()])
+def test_what_is_no_message_is_refused_by_name(value: Any) -> None:  # noqa: ANN401
+    with scripted_engine() as engine:
+        with pytest.raises(InvalidRequestError, match="messages must be an iterable of mappings"):
+            Conversation(engine, value)
+        if not isinstance(value, str):
+            with pytest.raises(InvalidRequestError, match="message must be an iterable of mappings"):
+                Conversation(engine).send(value)
+        with pytest.raises(InvalidRequestError, match="continue_final_message must be True or False, not 1"):
+            engine.chat([{"role": "user", "content": "a"}], continue_final_message=1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="timeout must be a number of seconds > 0, not 1000"):
+            engine.stream("a", timeout=10**400)
+
+
 @both_loops
 def test_a_conversation_holds_whole_turns_only(library: str) -> None:
     async def main() -> None:

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -404,6 +405,20 @@ def test_a_hook_that_fails_fails_its_request_alone(bad: Any, cause: type[Excepti
         ({"frequency_penalty": math.nan}, r"frequency_penalty must be a finite number, not nan"),
         ({"logit_bias": {5: math.inf}}, r"logit_bias must hold finite numbers or -inf, not inf \(of id 5\)"),
         ({"logit_bias": {5: math.nan}}, r"logit_bias must hold finite numbers or -inf, not nan \(of id 5\)"),
+        (
+            {"logit_bias": {5: -1e39}},
+            r"logit_bias must hold numbers of at most 3.40282e\+38 in size, not -1e\+39 \(of id 5\)",
+        ),
+        ({"logit_bias": {5: 10**400}}, r"logit_bias must hold numbers of at most 3.40282e\+38 in size, not 1000"),
+        (
+            {"temperature": 1e39},
+            r"temperature must be a finite number >= 0 and of at most 3.40282e\+38 in size, not 1e\+39",
+        ),
+        (
+            {"presence_penalty": 10**400},
+            r"presence_penalty must be a finite number and of at most 3.40282e\+38 in size",
+        ),
+        ({"logprobs_mode": np.zeros(2)}, r"logprobs_mode must be 'raw' or 'processed', not array"),
         ({"logit_bias": {"5": 1.0}}, r"logit_bias must hold token ids \(integers >= 0\), not '5'"),
         ({"logit_bias": [1, 2]}, r"logit_bias must map token ids to numbers, not \[1, 2\]"),
         ({"logit_bias": {384: 1.0}}, r"logit_bias has 384, outside of the vocabulary \(0 to 383\)"),
