@@ -209,8 +209,8 @@ class EngineLoop:
                 await self._serve(tasks)
                 self._desk.move(EngineState.CLOSING)
                 tasks.cancel_scope.cancel()
-        except Exception as error:  # noqa: BLE001  # told to every caller
-            cause: BaseException = error
+        except BaseException as error:  # noqa: BLE001  # told to every caller
+            cause = error
             while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
                 cause = cause.exceptions[0]
             self._desk.fail(cause)
@@ -269,7 +269,9 @@ class EngineLoop:
                 submission.ready = await anyio.to_thread.run_sync(
                     prepare, submission.sequence, abandon_on_cancel=True, limiter=self._limiter
                 )
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's alone
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever it is, a panic in native code too, it is its own
             self._live.prepare_failed(submission, error)
         else:
             self._live.start([submission])
@@ -360,7 +362,7 @@ class EngineLoop:
         for listener in self._listeners:
             try:
                 listener(record)
-            except Exception:
+            except BaseException:  # such as a test's failure
                 log.exception("a step listener raised and is removed: %r", listener)
                 self.remove_listener(listener)
 

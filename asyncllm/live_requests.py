@@ -137,7 +137,7 @@ class LiveRequests:
             return self._end_scored(submission, token_id)
         try:
             step = submission.ready.text.advance(token_id)
-        except Exception as error:  # noqa: BLE001  # a tokenizer's fault is its own request's, whatever it is
+        except BaseException as error:  # noqa: BLE001  # a tokenizer's fault is its own request's, a panic too
             self.end(submission, error=self._failed(submission, "decoding its tokens failed", error))
             return None
         if step.finish_reason is not None and self._desk.retire(submission) is not None:
@@ -362,7 +362,7 @@ class LiveRequests:
         error.__cause__ = cause
         return error
 
-    def prepare_failed(self, submission: Submission, error: Exception) -> None:
+    def prepare_failed(self, submission: Submission, error: BaseException) -> None:
         """End a request whose prompt could not be made ready."""
         if not isinstance(error, AsyncLLMError):
             error = self._failed(submission, "preparing its prompt failed", error)

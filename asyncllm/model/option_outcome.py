@@ -94,7 +94,7 @@ class OptionOutcome:
                 continue
             try:
                 token_id, scores = row.choose(raw_row, edited_row)
-            except Exception as error:  # noqa: BLE001 - a caller's function: its own request fails
+            except BaseException as error:  # noqa: BLE001 - a caller's function: its own request fails
                 failures[row.sample] = error
                 continue
             token_ids[row.sample] = token_id

@@ -123,4 +123,4 @@ class StepResult:
     finite: tuple[bool, ...]
     logprobs: Mapping[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)
-    failures: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
+    failures: Mapping[int, BaseException] = dataclasses.field(default_factory=dict)

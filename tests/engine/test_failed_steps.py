@@ -173,6 +173,18 @@ def test_where_no_step_runs_everybody_is_told_at_once(
     on_loop("asyncio", main)
 
 
+def test_a_step_that_raises_what_is_no_exception_fails_the_engine_and_callers_are_told_why() -> None:
+    async def main() -> None:
+        model = ScriptedModel()
+        async with scripted_engine(model) as engine:
+            model.fail_at_step(2, SystemExit("simulated"))
+            with pytest.raises(EngineFailedError) as caught:
+                await engine.generate([5], max_tokens=9)
+            assert isinstance(caught.value.__cause__, SystemExit)
+
+    on_loop("asyncio", main)
+
+
 def test_steps_that_fail_though_none_of_their_requests_does_fail_the_engine(tiny_model: TinyModelFolder) -> None:
     """Each request runs alone; two at once never do: it goes on for a while, and says so in the end."""
 

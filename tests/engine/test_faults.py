@@ -144,15 +144,16 @@ def test_the_text_of_its_token_cannot_be_made(library: str, moment: str) -> None
     at_the_moment(library, moment, fault, RequestFailedError)
 
 
+@pytest.mark.parametrize("error", [BROKEN, SystemExit(1)], ids=["error", "exit"])
 @each_step
 @both_loops
-def test_a_step_listener_raises(library: str, moment: str) -> None:
+def test_a_step_listener_raises(library: str, moment: str, error: BaseException) -> None:
     told: list[int] = []
 
     def fault(scene: Scene) -> None:
         def listen(record: StepRecord) -> None:
             told.append(record.index)
-            raise BROKEN
+            raise error
 
         scene.engine.add_step_listener(listen)
 

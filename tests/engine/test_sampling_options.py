@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -366,14 +367,15 @@ def test_a_hook_that_changes_nothing_changes_no_token(folder: Path) -> None:
     ("bad", "cause"),
     [
         (lambda _ids, _logits: 1 / 0, ZeroDivisionError),
+        (lambda _ids, _logits: sys.exit("enough"), SystemExit),
         (lambda _ids, logits: logits[:5], ValueError),
         (lambda _ids, _logits: 5, TypeError),
         (lambda _ids, logits: logits.fill_(math.nan), ValueError),
         (lambda _ids, logits: logits.fill_(-math.inf), ValueError),
     ],
-    ids=["raises", "short", "no tensor", "not a number", "nothing left"],
+    ids=["raises", "exits", "short", "no tensor", "not a number", "nothing left"],
 )
-def test_a_hook_that_fails_fails_its_request_alone(bad: Any, cause: type[Exception], folder: Path) -> None:  # noqa: ANN401
+def test_a_hook_that_fails_fails_its_request_alone(bad: Any, cause: type[BaseException], folder: Path) -> None:  # noqa: ANN401
     async def main() -> None:
         async with make_engine(folder) as engine:
             other = engine.stream(PROMPT, **USUAL)

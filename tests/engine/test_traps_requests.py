@@ -117,8 +117,15 @@ def test_a_failed_step_reaches_every_reader_and_every_later_call(library: str) -
     on_loop(library, main)
 
 
+class Panic(BaseException):
+    """As native code raises when it panics: no `Exception`."""
+
+
 class FaultyTokenizer:
-    """A tokenizer that raises for texts with "boom", and in whose completions the byte of "!" has no text."""
+    """A tokenizer that raises for texts with "boom", and in whose completions the byte of "!" has no text.
+
+    It panics for "panic" and the byte of "?".
+    """
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
@@ -130,6 +137,8 @@ class FaultyTokenizer:
         """Raise for some texts."""
         if "boom" in text:
             raise ZeroDivisionError("simulated: no such merge")
+        if "panic" in text:
+            raise Panic("simulated")
         return self._inner.encode(text, **options)
 
     def decode_stream(self, *, skip_special_tokens: bool) -> FaultyDecodeStream:
@@ -151,6 +160,8 @@ class FaultyDecodeStream:
         def call(*arguments: object, **options: object) -> object:
             if ord("!") in arguments:
                 raise ZeroDivisionError("simulated: no such piece")
+            if ord("?") in arguments:
+                raise Panic("simulated")
             return attribute(*arguments, **options)
 
         return call
@@ -166,19 +177,30 @@ class FaultyTextModel(ScriptedModel):
         return dataclasses.replace(opened, tokenizer=FaultyTokenizer(opened.tokenizer))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prompt", ["boom" + "x" * 3000, "bad"], ids=["tokenizing", "detokenizing"])
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        ("boom" + "x" * 3000, ZeroDivisionError),
+        ("bad", ZeroDivisionError),
+        ("panic" + "x" * 3000, Panic),
+        ("worse", Panic),
+    ],
+    ids=["tokenizing", "detokenizing", "panic tokenizing", "panic detokenizing"],
+)
 @both_loops
-def test_a_fault_in_one_requests_text_reaches_its_stream_only(library: str, prompt: str) -> None:
+def test_a_fault_in_one_requests_text_reaches_its_stream_only(
+    library: str, prompt: str, cause: type[BaseException]
+) -> None:
     """B25: in the thread that tokenizes long texts, and in the engine's thread."""
 
     async def main() -> None:
-        model = FaultyTextModel({"good": "fine", "bad": "oh!no"})
+        model = FaultyTextModel({"good": "fine", "bad": "oh!no", "worse": "oh?no"})
         async with scripted_engine(model) as engine:
             good = engine.stream("good")
             bad = engine.stream(prompt)
             with pytest.raises(RequestFailedError) as caught:
                 await bad.result()
-            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+            assert isinstance(caught.value.__cause__, cause)
             assert caught.value.request_id == bad.request_id
             assert (await good.result()).text == "fine"
             assert (await engine.generate("good")).text == "fine"
