@@ -153,8 +153,8 @@ class Engine:
             **fields: single fields of `params` to replace.
 
         Raises:
-            InvalidRequestError, PromptTooLongError: an argument cannot be served. (Long texts are tokenized
-                after the call returns: what is wrong with them is raised by the stream.)
+            InvalidRequestError, PromptTooLongError: an argument cannot be served. (Long texts are tokenized, and
+                long schemas checked, after the call returns: what is wrong with them is raised by the stream.)
             QueueFullError: `max_waiting_requests` requests are waiting.
             EngineClosedError, EngineFailedError: the engine takes no requests.
         """

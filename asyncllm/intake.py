@@ -128,7 +128,8 @@ class ChatTurn:
 
     def characters(self) -> int:
         """About how long the rendered text will be."""
-        return sum(len(str(value)) for message in self.messages for value in message.values())
+        given = (*self.messages, *(self.tools or ()), self.template_options or {})
+        return sum(len(str(value)) for mapping in given for value in mapping.values())
 
 
 def mappings(name: str, values: object) -> tuple[Mapping[str, object], ...]:

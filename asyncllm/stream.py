@@ -209,8 +209,10 @@ class TokenStream(AsyncGenerator[Token, None]):
         """Return the next token, blocking this thread; None after the last. Raises as `__anext__` does."""
         if self._closed:
             return None
-        event = self._ended or self._mailbox.get_blocking()
-        self._note(event)
+        event = self._ended
+        if event is None:
+            event = self._mailbox.get_blocking()
+            self._note(event)
         if isinstance(event, Token):
             return event
         self._closed = True

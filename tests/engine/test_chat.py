@@ -152,6 +152,34 @@ def test_images_and_the_like_are_refused_by_name_at_the_call(content: object, na
     anyio.run(main)
 
 
+def test_a_turn_is_remembered_once_however_often_its_end_is_read() -> None:
+    async def main() -> None:
+        async with scripted_engine({}, default="hi") as engine:
+            talk = Conversation(engine)
+            stream = talk.send("a")
+            await stream.result()
+            assert stream.next_blocking() is None
+            assert [token async for token in stream] == []
+            await stream.result()
+            assert [message["content"] for message in talk.messages] == ["a", "hi"]
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("where", ["tools", "template_options"])
+def test_long_tools_are_rendered_on_a_worker_thread_as_long_messages_are(where: str) -> None:
+    """What is wrong with them is found there."""
+    given: Any = {"a": "long " * 1000, "b": object()}
+
+    async def main() -> None:
+        async with scripted_engine() as engine:
+            stream = engine.chat(ASKED, **{where: [given] if where == "tools" else given})
+            with pytest.raises(InvalidRequestError, match="of type object is not supported"):
+                await stream.result()
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("value", [5, "text", [5], {"role": "user"}.keys()])
 def test_what_is_no_message_is_refused_by_name(value: Any) -> None:  # noqa: ANN401
     with scripted_engine() as engine:
