@@ -164,6 +164,7 @@ class Scheduler:
         self._siblings.expire(step)
         rows.choose()
         if rows.all_wait:
+            self.blocked = False  # nobody tried to start
             return None
         chunks = self._plan_chunks(step, self._step_token_budget - len(rows.in_step), only)
         if not chunks and not rows.in_step:

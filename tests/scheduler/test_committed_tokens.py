@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-
 def test_a_request_that_needs_its_token_is_left_out_of_the_overlapping_step_and_others_go_on() -> None:
     world = World(pages=64, slots=4, depth=2)
     free, bound = make_request(0, 3, 8), follow(make_request(1, 3, 4))
@@ -43,6 +42,19 @@ def test_nothing_is_launched_while_all_wait_for_a_commit() -> None:
     assert world.launch() is None
     world.commit()
     assert world.launch() is not None
+
+
+def test_nobody_counts_as_blocked_while_all_wait_for_a_commit() -> None:
+    """Else paused streams would give up their pages for one that did not even try to start."""
+    world = World(pages=64, slots=2, depth=2)
+    world.submit(*(follow(make_request(number, 3, 4)) for number in range(3)))
+    assert world.launch() is not None
+    assert world.scheduler.blocked
+    assert world.launch() is None
+    assert not world.scheduler.blocked
+    world.commit()
+    assert world.launch() is not None
+    assert world.scheduler.blocked
 
 
 def test_bound_requests_that_began_apart_come_together_in_one_step() -> None:
