@@ -112,6 +112,8 @@ class TextProgress:
         if self._text is not None:
             if not ends or (self._include_stop if is_stop_id else self._show_eos):
                 text, stop = self._text.add(token_id, stoppable=self._early < 0)
+            if stop is None and self.tools is not None and token_id in self.tools.marks:
+                text += self._text.break_off()  # it stands before the mark, which is no text
             if stop is None and (ends or self._left <= 0):
                 rest, stop = self._text.finish()
                 text += rest
@@ -144,6 +146,9 @@ class _StoppableText:
                 rest, stop = self.finish()
                 return released.text + rest, stop
         return released.text, released.stop
+
+    def break_off(self) -> str:
+        return self._matcher.break_off()
 
     def finish(self) -> tuple[str, str | None]:
         released = self._matcher.feed(self._detokenizer.finish())

@@ -119,6 +119,12 @@ class StopMatcher:
         self._held = buffer[certain:]
         return buffer[:certain]
 
+    def break_off(self) -> str:
+        """Return the text still held back: no stop reaches over this place."""
+        for pattern in self._patterns:
+            pattern.matched = 0
+        return self.finish()
+
     def completes(self, text: str) -> bool:
         """Whether `text`, if it came next, would complete a stop; changes nothing."""
         buffer = self._held + text

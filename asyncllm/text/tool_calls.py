@@ -58,6 +58,7 @@ class ToolCallParser:
     Attributes:
         calls: the calls that are complete.
         content: the pieces of text that are not part of a call.
+        marks: tokens whose text is left out and that mark a call, with it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ToolCallParser:
         self.content: list[str] = []
         self._names = frozenset(_names(tools))
         marks = (*_OPENINGS, _HERMES_END, _MISTRAL_ARGUMENTS)
-        self._marks = tokenizer.control_tokens(marks) if skip_special_tokens else {}
+        self.marks = tokenizer.control_tokens(marks) if skip_special_tokens else {}
         self._request_id = request_id
         self._step = self._begin  # what to do with the buffer; returns whether more may be done with it
         self._buffer = ""
@@ -85,7 +86,7 @@ class ToolCallParser:
 
     def add(self, token_id: int, text: str) -> ToolStep:
         """Take the text that became certain with a token."""
-        self._buffer += text + self._marks.get(token_id, "")
+        self._buffer += text + self.marks.get(token_id, "")
         return self._told(final=False)
 
     def finish(self) -> ToolStep:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from asyncllm.outputs import ToolCall
 from asyncllm.testing.tokenizer import make_tokenizer
+from asyncllm.text.advance import TextProgress
+from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
@@ -158,10 +161,6 @@ def test_an_object_that_is_no_call_is_not_held_back_to_its_end() -> None:
 
 
 def test_marks_that_are_special_tokens_count_though_their_text_is_left_out() -> None:
-    from tokenizers import AddedToken
-
-    from asyncllm.text.tokenizer import Tokenizer
-
     raw = make_tokenizer()._raw
     raw.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
     tokenizer = Tokenizer(raw)
@@ -175,6 +174,34 @@ def test_marks_that_are_special_tokens_count_though_their_text_is_left_out() -> 
         parsing.finish()
         assert [call.name for call in parsing.calls] == ["add"]
         assert "".join(parsing.content) == "Well."
+
+
+@pytest.mark.parametrize("stop", ["Well.!", "}}}"])
+def test_text_that_may_begin_a_stop_stays_on_its_side_of_a_mark(stop: str) -> None:
+    """A mark's own text is left out, so the stop text looks for what follows it, and the call must not."""
+    raw = make_tokenizer()._raw
+    raw.add_special_tokens([AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>")])
+    tokenizer = Tokenizer(raw)
+    ids = tokenizer.encode(
+        'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>!', add_special_tokens=False
+    )
+    text = TextProgress(
+        tokenizer,
+        (),
+        stop_texts=[stop],
+        stop_ids=(),
+        eos_token_ids=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        max_tokens=len(ids),
+        tools=ToolCallParser(tokenizer, TOOLS, skip_special_tokens=True, request_id="r"),
+    )
+    steps = [text.advance(token_id) for token_id in ids]
+    assert text.tools is not None
+    assert [(call.name, call.arguments) for call in text.tools.calls] == [("add", {"a": 1})]
+    assert "".join(step.content or "" for step in steps) == "Well.!"
+    assert "".join(step.text for step in steps) == 'Well.{"name": "add", "arguments": {"a": 1}}!'
+    assert steps[-1].finish_reason == "length"
 
 
 def test_each_call_has_an_id_of_its_own_that_a_repetition_has_too() -> None:
