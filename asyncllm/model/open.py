@@ -152,6 +152,8 @@ def _tokenizer(config: EngineConfig, path: Path, progress: Progress) -> Tokenize
     # By way of the checked header: reading it as `gguf` does takes seconds, and trusts it.
     tokenizer = gguf_tokenizer(read_gguf_header(path).settings) if path.is_file() else load_tokenizer(path)
     progress(_TOKENIZER, 1, 1)
+    if tokenizer is not None:
+        tokenizer.load_chat_renderer()
     return tokenizer
 
 

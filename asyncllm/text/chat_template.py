@@ -48,6 +48,11 @@ class ChatTemplate:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
 
+    @staticmethod
+    def load_renderer() -> None:
+        """Import what renders: a second, which a caller's loop would stand still for at its first conversation."""
+        _renderer()
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],

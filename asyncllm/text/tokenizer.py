@@ -119,6 +119,11 @@ class Tokenizer:
         )
         return marks.encode(text) if marks.used else self.encode(text, add_special_tokens=False)
 
+    def load_chat_renderer(self) -> None:
+        """Import now what the first conversation would have to wait for, if the model has a chat template."""
+        if self._chat_template is not None:
+            self._chat_template.load_renderer()
+
     def token_bytes(self) -> list[bytes]:
         """Return what each token adds to a text that has begun, by id; nothing for ids that stand for no token."""
         return self._decoding.token_bytes(self.vocab_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -350,3 +351,19 @@ def test_free_memory_is_the_systems_or_a_containers_whichever_is_less(
     assert free_memory_bytes(CPU) == 4000 * 1024
     (container / "memory.max").write_text("3000000\n")
     assert free_memory_bytes(CPU) == 3000000 - 2000000 + 500000
+
+
+def test_a_model_is_opened_with_what_its_first_conversation_needs(tiny_model: TinyModel) -> None:
+    """The import takes a second, in which the loop of whoever chats first would stand still."""
+    program = """
+import sys
+from asyncllm import LLM
+with LLM(sys.argv[1], kv_pool_tokens=256, device="cpu", cpu_threads=1) as llm:
+    before = set(sys.modules)
+    list(llm.chat([{"role": "user", "content": "a"}], max_tokens=1))
+    print(sorted(name for name in set(sys.modules) - before if name.startswith("transformers")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny_model())], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stderr
