@@ -209,7 +209,7 @@ class TokenStream(AsyncGenerator[Token, None]):
         """Return the next token, blocking this thread; None after the last. Raises as `__anext__` does."""
         if self._closed:
             return None
-        event = self._ended
+        event: Token | Ended | None = self._ended
         if event is None:
             event = self._mailbox.get_blocking()
             self._note(event)

@@ -173,7 +173,8 @@ def test_long_tools_are_rendered_on_a_worker_thread_as_long_messages_are(where: 
 
     async def main() -> None:
         async with scripted_engine() as engine:
-            stream = engine.chat(ASKED, **{where: [given] if where == "tools" else given})
+            fields: dict[str, Any] = {where: [given] if where == "tools" else given}
+            stream = engine.chat(ASKED, **fields)
             with pytest.raises(InvalidRequestError, match="of type object is not supported"):
                 await stream.result()
 

@@ -272,7 +272,12 @@ def test_a_parked_request_that_computes_its_prompt_again_tells_its_logprobs_once
     fields: dict[str, Any] = {"prompt_logprobs": 1, "max_tokens": 50, "ignore_eos": True}
 
     async def main() -> None:
-        small = {"page_size": 4, "kv_pool_tokens": 64, "min_prefill_chunk": 4, "max_running_requests": 4}
+        small: dict[str, Any] = {
+            "page_size": 4,
+            "kv_pool_tokens": 64,
+            "min_prefill_chunk": 4,
+            "max_running_requests": 4,
+        }
         async with make_engine(folder, pause_grace_seconds=0.0, step_token_budget=16, **small) as engine:
             alone = await engine.generate(PROMPT[:6], **fields)
             async with engine.stream(PROMPT[:6], buffer_tokens=4, **fields) as slow:
