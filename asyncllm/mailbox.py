@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from asyncllm.wakeups import Door, Doors, ThreadWaiter, Waiter, Wakes
+from asyncllm.wakeups import Door, Doors, LoopGoneError, ThreadWaiter, Waiter, Wakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class Mailbox(Generic[T]):
             `unread` again; taken back by the reader after it has popped. (In the other order both could miss
             the other's write, and the stream would stall for ever.)
         reader_door: where a reader waits now, else None.
-        reader_gone: the engine found the loop closed that the reader waited on; another may take its place.
+        reader_gone: the loop that the reader waited on was found closed; another may take its place.
     """
 
     __slots__ = ("_events", "_on_room", "_waiter", "paused", "reader_door", "reader_gone")
@@ -43,6 +43,19 @@ class Mailbox(Generic[T]):
     def on_room(self, callback: Callable[[], object]) -> None:
         """Have `callback` called by the reader once for each pause, when it has read on."""
         self._on_room = callback
+
+    def find_reader_gone(self) -> bool:
+        """Find out whether the loop that a reader waits on is closed; from any thread.
+
+        The engine does not always know: a wake-up that was on its way when the loop stopped is never run.
+        """
+        door = self.reader_door
+        if door is not None and not self.reader_gone:
+            try:
+                door.wake()
+            except LoopGoneError:
+                self.reader_gone = True
+        return self.reader_gone
 
     @property
     def unread(self) -> int:

@@ -111,7 +111,7 @@ class TokenStream(AsyncGenerator[Token, None]):
     async def _next_event(self) -> Token | Ended:
         if self._ended is not None:
             return self._ended
-        if self._consuming and not self._mailbox.reader_gone:
+        if self._consuming and not self._mailbox.find_reader_gone():
             raise StreamInUseError(f"the stream of {self.request_id!r} has a consumer already; make a stream for each")
         self._consuming = True
         try:

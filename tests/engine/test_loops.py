@@ -167,6 +167,30 @@ def test_a_large_prompt_is_tokenized_off_the_callers_loop() -> None:
         asyncio.run(main())
 
 
+def test_a_loop_that_closes_on_a_wake_up_leaves_its_stream_to_others() -> None:
+    """The wake-up is accepted and never run, so no later one is tried, and nobody tells the engine."""
+    model = ScriptedModel({"p": "abc"})
+    held = model.hold_at_step(1)
+    with scripted_engine(model) as engine:
+        stream = engine.stream("p")
+        gone = asyncio.new_event_loop()
+        reader = gone.create_task(stream.result())
+
+        def stop_on_a_wake_up() -> None:  # it comes while this runs, so it would run after this
+            held.wait_reached()
+            held.release()
+            while not stream._mailbox.unread:
+                engine.check_integrity()
+            gone.stop()
+
+        gone.call_soon(stop_on_a_wake_up)  # after the first turn of the reader, which waits then
+        gone.run_forever()
+        assert not reader.done()
+        gone.close()
+        reader._log_destroy_pending = False  # type: ignore[attr-defined]
+        assert asyncio.run(stream.result()).text == "abc"
+
+
 MODULE_LEVEL = """
 import asyncio
 from asyncllm.testing import scripted_engine

@@ -114,6 +114,10 @@ async def scene_at(moment: str, clock: list[float], model: ScriptedModel | None 
         first = model.hold_at_step(0)
         neighbour = engine.stream(NEIGHBOUR, max_tokens=NEIGHBOUR_TOKENS)
         await first.reached()
+        # The engine answers the first call before it launches step 1 or behind it, and the second one behind it: what
+        # is submitted from now on is in step 2 at the earliest.
+        await engine.check_integrity_async()
+        await engine.check_integrity_async()
         scene = Scene(engine, model, moment, clock, neighbour, first, [], contextlib.ExitStack())
         engine.add_step_listener(scene.records.append)
         with scene.exits:
