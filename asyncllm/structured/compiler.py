@@ -15,7 +15,9 @@ keeps Python's lock.
 from __future__ import annotations
 
 import collections
+import decimal
 import functools
+import json
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +39,9 @@ _KEPT: Final = 64
 
 # Between JSON's parts. Without a bound some models write white space for ever.
 _WHITE_SPACE: Final = r"[ \n\t]{1,20}"
+
+_LARGEST_DIVISOR: Final = 100_000
+"""Digits of a `multipleOf` without zeros around them, as a number: each unit is a state, a kilobyte."""
 
 _ANY_TEXT: Final = "\n"
 
@@ -147,6 +152,7 @@ def _checked_grammar(structure: Structure) -> str:
     try:
         match structure.kind:
             case "json_schema":
+                _check_divisors(structure.source)
                 grammar = LLMatcher.grammar_from_json_schema(
                     structure.source, overrides={"whitespace_pattern": _WHITE_SPACE}
                 )
@@ -157,8 +163,27 @@ def _checked_grammar(structure: Structure) -> str:
             case "grammar":
                 grammar = grammar_from("grammar", structure.source)
         fault = LLMatcher.validate_grammar(grammar)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fault = str(error)
     if fault:
         raise InvalidRequestError(f"{structure.kind} cannot be used: {fault}")
     return grammar
+
+
+def _check_divisors(schema: str) -> None:
+    """Refuse a `multipleOf` that would take minutes and gigabytes to compile, which no limit of the library's ends."""
+    pending = [json.loads(schema, parse_int=decimal.Decimal, parse_float=decimal.Decimal)]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            divisor = part.get("multipleOf")
+            if isinstance(divisor, decimal.Decimal):
+                digits = "".join(map(str, divisor.as_tuple().digits)).strip("0")
+                if int(digits or 0) > _LARGEST_DIVISOR:
+                    raise ValueError(
+                        f"multipleOf must have at most the digits of {_LARGEST_DIVISOR}, zeros around them aside, "
+                        f"not {divisor}"
+                    )
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part

@@ -152,6 +152,8 @@ def test_the_other_ways_to_say_it(structure: Structure, good: list[str], bad: li
         (Structure("json_schema", '{"$ref": "#/nowhere"}'), "nowhere"),
         (Structure("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}'), "minimum"),
         (Structure("json_schema", '{"pattern": "["}'), "regex"),
+        (Structure("json_schema", '{"anyOf": [{}, {"multipleOf": 9999991}]}'), "multipleOf .*100000.* not 9999991"),
+        (Structure("json_schema", '{"items": {"multipleOf": 1234.567}}'), "multipleOf .*100000.* not 1234.567"),
         (Structure("regex", "[0-9"), "unclosed"),
         (Structure("regex", "(?=a)b"), "look-around"),
         (Structure("grammar", "start: missing"), "missing"),
@@ -163,6 +165,11 @@ def test_what_cannot_be_kept_to_is_refused_by_name(structure: Structure, named: 
         with pytest.raises(InvalidRequestError, match=named) as caught:
             refuse(structure)
         assert str(caught.value).startswith(structure.kind)
+
+
+@pytest.mark.parametrize("divisor", ["1000000", "3e5", "0.000001"])
+def test_a_round_divisor_may_be_as_large_or_small_as_one_likes(divisor: str) -> None:
+    byte_compiler().check(Structure("json_schema", f'{{"properties": {{"multipleOf": {{"multipleOf": {divisor}}}}}}}'))
 
 
 def test_white_space_between_the_parts_has_a_bound() -> None:
