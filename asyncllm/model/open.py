@@ -18,7 +18,7 @@ from asyncllm.errors import ConfigurationError
 from asyncllm.model.attention.choice import choose_kernels
 from asyncllm.model.checkpoint import Checkpoint
 from asyncllm.model.cpu_device import CPUDevice
-from asyncllm.model.cpu_threads import limit_torch_threads
+from asyncllm.model.cpu_threads import limit_torch_threads, run_and_forget_threads
 from asyncllm.model.cuda.availability import check_context, why_not_fused
 from asyncllm.model.cuda_device import CUDADevice
 from asyncllm.model.decoder import Decoder
@@ -62,8 +62,12 @@ class TorchBackend:
             ConfigurationError: the settings do not fit the model or the machine.
         """
         device = choose_device(config.device)
-        if device.type == "cuda":
-            check_context(device)
+        if device.type == "cpu":
+            return run_and_forget_threads(functools.partial(self._open, config, device, progress))
+        check_context(device)
+        return self._open(config, device, progress)
+
+    def _open(self, config: EngineConfig, device: torch.device, progress: Progress) -> OpenBackend:
         path = find_model(config.model, revision=config.revision, load_format=config.load_format, progress=progress)
         seed = secrets.randbits(63) if config.seed is None else config.seed
         with Checkpoint.open(path, load_format=config.load_format, seed=seed, device=device) as checkpoint:
