@@ -192,7 +192,7 @@ def test_the_queue_and_the_time_in_it_are_bounded_on_request(library: str) -> No
                 await held.reached()
                 for _ in range(2):  # turns of the engine's loop: it tells what it has admitted at the end of each
                     await engine.check_integrity_async()
-                hurried = engine.stream(PROMPT, max_tokens=10, request_id="hurried", timeout=0.001)
+                hurried = engine.stream(PROMPT, max_tokens=10, request_id="hurried", timeout=1.0)
                 patient = engine.stream(PROMPT, max_tokens=10, timeout=3600)
                 with pytest.raises(QueueFullError, match="max_waiting_requests=2"):
                     engine.stream(PROMPT)
