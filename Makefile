@@ -16,8 +16,7 @@ demo: $(VENV)/.runtime $(VENV)/.model  ## install what a user needs and stream a
 	$(PY) -m asyncllm "$(PROMPT)" --chat
 
 test: lint $(VENV)/.model  ## lint, types, and all tests but the long ones, with coverage
-	$(PY) -m pytest --cov --numprocesses 2 --dist worksteal \
-	  || $(PY) -m pytest --last-failed --last-failed-no-failures none  # what failed beside others is tried alone, once
+	$(PY) -m pytest --cov --numprocesses 2 --dist worksteal
 
 test-long: $(VENV)/.dev $(VENV)/.model  ## the tests that take minutes
 	$(PY) -m pytest -m long --timeout 1800
