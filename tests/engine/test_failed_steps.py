@@ -14,6 +14,7 @@ from asyncllm import Engine, EngineFailedError, EngineState, IntegrityError, Req
 from asyncllm.model.open import TorchBackend
 from asyncllm.request import Request
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left, scripted_engine
+from asyncllm.testing.engines import collect_garbage
 from helpers.engines import TinyModelFolder, each_model, small_engine
 from helpers.failing_device import FailingBackend, When
 from helpers.idle import Idle
@@ -331,7 +332,7 @@ def test_who_keeps_the_error_keeps_no_request() -> None:
     """Nor its cause, which says in a note where it was raised."""
 
     async def main() -> None:
-        gc.collect()
+        collect_garbage()
         before = sum(type(each) is Request for each in gc.get_objects())  # of other tests
         model = ScriptedModel()
         async with scripted_engine(model) as engine:
@@ -342,7 +343,7 @@ def test_who_keeps_the_error_keeps_no_request() -> None:
             assert "In the step:" in "".join(getattr(cause, "__notes__", []))
             assert getattr(cause, "__traceback__", None) is None
             check_nothing_left(engine)
-            gc.collect()
+            collect_garbage()
             assert sum(type(each) is Request for each in gc.get_objects()) <= before + 1  # engine thread's own
 
     on_loop("asyncio", main)

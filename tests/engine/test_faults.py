@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import threading
 import warnings
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import pytest
 
 from asyncllm import EngineError, EngineFailedError, EngineState, RequestFailedError
+from asyncllm.testing.engines import collect_garbage
 from helpers.loops import both_loops, on_loop
 from helpers.scenes import MOMENTS, PROMPT, STEPS, TOKENS, Scene, check_neighbour, scene_at, sequence
 
@@ -224,7 +224,7 @@ def reader_on_a_loop_of_its_own(stream: TokenStream) -> Iterator[asyncio.Abstrac
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tasks.clear()
-            gc.collect()
+            collect_garbage()
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import warnings
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import trio
 
 from asyncllm.errors import DeadlineExceededError, InvalidRequestError, StreamInUseError
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left, scripted_engine
+from asyncllm.testing.engines import collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -32,7 +32,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 async def break_unnamed(engine: Engine) -> None:
     async for _ in engine.stream("left", max_tokens=200):
         break
-    gc.collect()
 
 
 async def leave_block(engine: Engine) -> None:
@@ -105,7 +104,7 @@ async def drop_in_a_cycle(engine: Engine) -> None:
     cycle: list[object] = [stream]
     cycle.append(cycle)
     del stream, cycle
-    gc.collect()
+    collect_garbage()
 
 
 async def throw(engine: Engine) -> None:
@@ -123,7 +122,6 @@ async def cancel_generate(engine: Engine) -> None:
 async def leave_stream_all(engine: Engine) -> None:
     async for _ in engine.stream_all([[i, 5] for i in range(20)], max_tokens=50):
         break
-    gc.collect()
     await anyio.lowlevel.checkpoint()
 
 
@@ -166,7 +164,7 @@ async def test_a_dropped_stream_is_named_by_a_resource_warning() -> None:
         with pytest.warns(ResourceWarning, match="my-stream"):  # noqa: PT031  # warned some time after the drop
             async for _ in engine.stream("left", request_id="my-stream", max_tokens=200):
                 break
-            gc.collect()
+            collect_garbage()
             await engine.drain_async()
 
 
@@ -175,7 +173,7 @@ async def test_a_stream_that_was_read_to_its_end_is_dropped_without_a_warning() 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert [token.index async for token in engine.stream("all", max_tokens=5)] == list(range(5))
-            gc.collect()
+            collect_garbage()
             await engine.drain_async()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import sys
 import threading
 import warnings
@@ -25,6 +24,7 @@ from asyncllm.errors import (
 )
 from asyncllm.outputs import EngineState
 from asyncllm.testing import ScriptedModel, check_nothing_left, scripted_engine
+from asyncllm.testing.engines import collect_garbage
 
 if TYPE_CHECKING:
     from asyncllm.backend import OpenBackend, Progress
@@ -220,7 +220,7 @@ def test_a_dropped_engine_closes_itself_with_a_warning() -> None:
     thread = next(t for t in threading.enumerate() if t.name == "asyncllm-engine")
     with pytest.warns(ResourceWarning, match="scripted"):  # noqa: PT031  # the drop is the two
         del engine
-        gc.collect()
+        collect_garbage()
     thread.join(20)
     assert not thread.is_alive()
 
@@ -331,7 +331,7 @@ def test_nothing_happens_at_construction() -> None:
         engine = Engine("a-model-that-does-not-exist")
         assert threading.active_count() == threads
         del engine
-        gc.collect()
+        collect_garbage()
 
 
 def test_a_policy_that_contradicts_the_model_closes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
 import types
 import warnings
@@ -19,6 +18,7 @@ import pytest
 
 from asyncllm import DeadlineExceededError, EngineClosedError
 from asyncllm import live_requests as live_requests_module
+from asyncllm.testing.engines import collect_garbage
 from helpers.loops import on_loop
 from helpers.scenes import MOMENTS, PROMPT, READ, STEPS, TOKENS, Scene, check_neighbour, scene_at, sequence
 
@@ -43,7 +43,6 @@ async def break_unnamed(scene: Scene) -> Left:
         if token.index == scene.tokens - 1:
             await scene.arrive()
             break
-    gc.collect()
     return None, "aborted"
 
 
@@ -136,7 +135,6 @@ async def drop(scene: Scene) -> Left:
     await read(stream, scene.tokens)
     await scene.arrive()
     del stream
-    gc.collect()
     return None, "aborted"
 
 
@@ -146,7 +144,7 @@ async def drop_in_a_cycle(scene: Scene) -> Left:
     await read(cycle[0], scene.tokens)  # type: ignore[arg-type]
     await scene.arrive()
     del cycle
-    gc.collect()
+    collect_garbage()
     return None, "aborted"
 
 

@@ -6,7 +6,6 @@ One test for each kind of fault that engines of this kind were reported for; lon
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
 from typing import TYPE_CHECKING, Final
@@ -187,7 +186,6 @@ def test_a_dropped_stream_gives_everything_back(library: str, kind: str, tiny_mo
             stream = engine.stream(PROMPT, max_tokens=400, ignore_eos=True)
             await anext(stream)
             del stream
-            gc.collect()
             await idle.check()
 
     on_loop(library, main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import trio.testing
 import uvloop
 
 from asyncllm.mailbox import Mailbox
+from asyncllm.testing.engines import collect_garbage
 from asyncllm.wakeups import Doors, LoopGoneError, Reply, Wakes
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def test_the_doors_keep_no_loop_alive() -> None:
         return weakref.ref(asyncio.get_running_loop())
 
     reference = asyncio.run(main())
-    gc.collect()
+    collect_garbage()
     assert reference() is None
 
 

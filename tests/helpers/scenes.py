@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,7 +124,6 @@ async def scene_at(moment: str, clock: list[float], model: ScriptedModel | None 
                 scene.exits.enter_context(held_engine_thread(engine))
             scene.exits.enter_context(first)
             yield scene
-        gc.collect()
         if engine.state is EngineState.RUNNING:
             check_nothing_left(engine)
             assert live_records(engine) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from asyncllm.model.decoder import Decoder
 from asyncllm.model.model_config import ModelConfig
 from asyncllm.model.runner import ModelRunner
 from asyncllm.scheduler.batch import SAMPLED_LAST_STEP
+from asyncllm.testing.engines import collect_garbage
 from helpers.batches import Row, make_batch
 from helpers.model_steps import CPU, TensorSource, TinyDecoder, make_reference, reference_logits
 
@@ -136,7 +136,7 @@ def test_close_ends_what_is_launched_gives_memory_back_and_refuses_more(referenc
     runner.close()
     runner.close()
     assert step.done()
-    gc.collect()
+    collect_garbage()
     assert keys() is None
     with pytest.raises(RuntimeError, match="closed"):
         runner.launch(make_batch(1, [Row(0, 3, [4])]))

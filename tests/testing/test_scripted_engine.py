@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import time
+import types
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +19,8 @@ from asyncllm import (
     RequestFailedError,
 )
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left, scripted_engine, vocabulary
+from asyncllm.testing import engines as engines_module
+from asyncllm.testing.engines import collect_garbage
 from asyncllm.testing.tokenizer import make_tokenizer
 from helpers.loops import both_loops, on_loop
 
@@ -185,7 +192,7 @@ def test_settings_apply_as_with_any_model() -> None:
 
 def test_a_request_that_was_left_is_found() -> None:
     async def main() -> None:
-        async with scripted_engine() as engine:
+        async with scripted_engine(ScriptedModel(step_seconds=0.01)) as engine:  # it runs for 9 s, if it is not found
             stream = engine.stream("a", max_tokens=900)
             with pytest.raises(AssertionError, match="1 requests run and 0 wait"):
                 check_nothing_left(engine)
@@ -193,3 +200,40 @@ def test_a_request_that_was_left_is_found() -> None:
             check_nothing_left(engine)
 
     asyncio.run(main())
+
+
+def test_a_cycle_is_freed_though_another_thread_was_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile `gc.collect` returns at once."""
+
+    class Held:
+        itself: Held
+
+    collecting, tried = threading.Event(), threading.Event()
+
+    def stand(phase: str, _: object) -> None:
+        if phase == "start" and threading.current_thread() is other:
+            collecting.set()
+            tried.wait(60)
+
+    def sleep(seconds: float) -> None:
+        tried.set()
+        time.sleep(seconds)
+
+    patched = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(engines_module, "time", patched)
+    other = threading.Thread(target=gc.collect)
+    gc.callbacks.append(stand)
+    try:
+        other.start()
+        collecting.wait(60)
+        held = Held()
+        held.itself = held
+        gone = weakref.ref(held)
+        del held
+        collect_garbage()
+        assert tried.is_set()
+        assert gone() is None
+    finally:
+        gc.callbacks.remove(stand)
+        tried.set()
+        other.join()

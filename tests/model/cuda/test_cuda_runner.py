@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from asyncllm import Engine, SamplingParams
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError
 from asyncllm.model.model_config import ModelConfig
+from asyncllm.testing.engines import collect_garbage
 from helpers.batches import Row, make_batch
 from helpers.model_steps import TensorSource, make_reference, reference_logits
 
@@ -189,7 +189,7 @@ def test_all_memory_is_back_after_close_also_of_a_failed_opening(folder: Path, o
         if turn == 2:
             with pytest.raises(AsyncLLMError), make_engine(folder, kv_pool_tokens=2**32):
                 pass
-        gc.collect()
+        collect_garbage()
         left.append(torch.cuda.memory_allocated(GPU))
     assert left == [left[0]] * 5
     assert own_tensor.device == GPU
