@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.model import option_sampler
 from asyncllm.model.batch_tensors import BatchTensors
 from asyncllm.model.option_sampler import OptionSampler
 from asyncllm.model.sampler import sample
@@ -101,6 +102,22 @@ def test_a_row_with_two_masks_takes_what_both_allow() -> None:
     for rows, allowed in ((slice(100), flags[0]), (slice(100, 200), flags[0] & flags[1]), (slice(200, 300), flags[1])):
         assert allowed[tokens[rows]].all()
         assert len(set(tokens[rows])) > 3
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 70, 1000])
+def test_both_ways_to_mask_drop_the_same_tokens_and_leave_the_others_bits(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    flags, rows = rng.random((5, vocab)) < 0.5, torch.tensor([6, 0, 3, 8, 5])
+    masks = torch.from_numpy(np.stack([packed(each) for each in flags]))
+    logits = torch.from_numpy(rng.normal(size=(9, vocab)).astype(np.float32))
+    logits[:, 0] = torch.tensor([0.0, -0.0, 1e38, -1e38, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45])
+    expected = logits.numpy().copy()
+    for row, allowed in zip(rows.tolist(), flags, strict=True):
+        expected[row][~allowed] = -np.inf
+    for way in (option_sampler._mask_by_bits, option_sampler._mask_by_bytes):
+        masked = logits.clone()
+        way(masked, rows, masks)
+        assert masked.numpy().tobytes() == expected.tobytes()
 
 
 def test_a_mask_that_allows_nothing_is_told() -> None:
