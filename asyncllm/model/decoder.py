@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from asyncllm.model.layer_ops import PlainLayerOps
-from asyncllm.model.linear import PackedGatedLinear, PackedLinear, PlainGatedLinear, PlainLinear, can_pack
 from asyncllm.model.rope import RotaryTables
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Decoder:
         dtype: of weights, activations and KV.
         device: where all of it lives.
         max_model_tokens: positions that the rotary tables cover.
-        ops: what runs between the products; None: plain torch.
+        ops: makes the products, and runs between them; None: plain torch.
         on_layer: told (layers done, layers) after each; raises to stop the loading.
 
     Raises:
@@ -79,7 +78,7 @@ class Decoder:
             config.rope, head_dim=config.head_dim, max_positions=max_model_tokens, dtype=dtype, device=device
         )
         with torch.inference_mode():
-            read = _Reader(weights, dtype, device)
+            read = _Reader(weights, self._ops, dtype, device)
             self.embedding = read.weight("model.embed_tokens")  # [vocab, hidden]
             self.layers: list[Layer] = []
             for index in range(config.num_layers):
@@ -87,7 +86,7 @@ class Decoder:
                 on_layer(index + 1, config.num_layers)
             self.norm = read.weight("model.norm")  # [hidden]
             head = self.embedding if config.tie_word_embeddings else read.weight("lm_head")
-            self.lm_head: Linear = read.linear_kind(head)
+            self.lm_head: Linear = self._ops.linear(head)
 
     def __call__(
         self,
@@ -132,13 +131,11 @@ class Decoder:
 class _Reader:
     """Bring a checkpoint's tensors into the form in which they are used."""
 
-    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: WeightSource, ops: LayerOps, dtype: torch.dtype, device: torch.device) -> None:
         self._weights = weights
+        self._ops = ops
         self._dtype = dtype
         self._device = device
-        packed = device.type == "cpu" and can_pack(dtype)
-        self.linear_kind: type[PackedLinear | PlainLinear] = PackedLinear if packed else PlainLinear
-        self._gated_kind: type[PackedGatedLinear | PlainGatedLinear] = PackedGatedLinear if packed else PlainGatedLinear
 
     def weight(self, name: str) -> torch.Tensor:
         """Read a weight to keep as it is: always a copy, so that no file has to stay open."""
@@ -164,11 +161,11 @@ class _Reader:
     def _linear(self, names: list[str], *, bias: bool) -> Linear:
         """Read products that share their input as one: weight [sum of out, in]."""
         weight = torch.cat([self._passing(f"{name}.weight") for name in names])
-        return self.linear_kind(weight, torch.cat([self._passing(f"{name}.bias") for name in names]) if bias else None)
+        return self._ops.linear(weight, torch.cat([self._passing(f"{name}.bias") for name in names]) if bias else None)
 
     def _gated(self, gate: str, up: str, *, bias: bool) -> GatedLinear:
         weights = self._passing(f"{gate}.weight"), self._passing(f"{up}.weight")
-        return self._gated_kind(
+        return self._ops.gated_linear(
             *weights, (self._passing(f"{gate}.bias"), self._passing(f"{up}.bias")) if bias else None
         )
 

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, apart from attention: norms, rope, the KV store.
+"""What a decoder layer does apart from attention: matrix products, norms, rope, the KV store.
 
 Runs on the device's thread; owns nothing. Invariant: every kind of `LayerOps` computes what `PlainLayerOps` does, up
 to rounding; a token's result depends on that token alone.
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
+from asyncllm.model.linear import PackedGatedLinear, PackedLinear, PlainGatedLinear, PlainLinear, can_pack
 from asyncllm.model.rope import rotate
 
 if TYPE_CHECKING:
+    from asyncllm.model.linear import GatedLinear, Linear
     from asyncllm.model.rope import RotaryTables
 
 __all__ = ["LayerOps", "PlainLayerOps", "StepPlaces"]
@@ -47,6 +49,14 @@ class StepPlaces(Protocol):
 class LayerOps(Protocol):
     """Kernels for one device and dtype."""
 
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Make a product of its weight [out, in], where and as it is, and bias [out]."""
+
+    def gated_linear(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> GatedLinear:
+        """Make the first half of a gated MLP of its weights [out, in], and biases [out] of each."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Divide by the root mean square over the last dimension, then multiply by weight: x [..., width]."""
 
@@ -61,7 +71,17 @@ class LayerOps(Protocol):
 
 
 class PlainLayerOps:
-    """`LayerOps` in plain torch, on any device."""
+    """`LayerOps` in plain torch, on any device; on the CPU with products of oneDNN's where they are to be had."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """See `LayerOps`."""
+        return PackedLinear(weight, bias) if _packs(weight) else PlainLinear(weight, bias)
+
+    def gated_linear(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> GatedLinear:
+        """See `LayerOps`."""
+        return PackedGatedLinear(gate, up, bias) if _packs(gate) else PlainGatedLinear(gate, up, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `LayerOps`."""
@@ -98,3 +118,7 @@ class _PlainPlaces:
         keys.flatten(0, 1).index_copy_(0, self._cells, qk[:, heads:])
         values.flatten(0, 1).index_copy_(0, self._cells, v)
         return qk[:, :heads]
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and can_pack(weight.dtype)

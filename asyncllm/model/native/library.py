@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeLibrary", "NativeUnavailableError", "load_native", "why_not_native"]
 
-_SOURCE: Final = pathlib.Path(__file__).with_name("kernels.c")
+_SOURCES: Final = tuple(pathlib.Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = (
     *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC"),
@@ -51,6 +51,8 @@ class NativeLibrary:
         rms_norm: see `asyncllm_rms_norm` in kernels.c.
         rotate_and_store: see `asyncllm_rotate_and_store`.
         attend: see `asyncllm_attend`.
+        multiply: see `asyncllm_multiply` in products.c.
+        can_multiply: whether the processor has what `multiply` needs.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -60,8 +62,11 @@ class NativeLibrary:
         self.rotate_and_store.argtypes = [*[_POINTER] * 9, *[_INT] * 3, _FLOAT]
         self.attend = library.asyncllm_attend
         self.attend.argtypes = [*[_POINTER] * 9, *[_INT] * 5, _FLOAT]
-        for function in (self.rms_norm, self.rotate_and_store, self.attend):
+        self.multiply = library.asyncllm_multiply
+        self.multiply.argtypes = [*[_POINTER] * 5, *[_INT] * 4]
+        for function in (self.rms_norm, self.rotate_and_store, self.attend, self.multiply):
             function.restype = None
+        self.can_multiply = bool(library.asyncllm_can_multiply())
 
 
 def why_not_native(model: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -94,9 +99,10 @@ def load_native(head_dim: int, group: int) -> NativeLibrary:
     flags = [*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ())]
     sizes = [f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}"]
     with tempfile.TemporaryDirectory(prefix="asyncllm-") as folder:
-        compiled, linked = f"{folder}/kernels.o", f"{folder}/kernels.so"
-        _run([compiler, *flags, *sizes, "-c", str(_SOURCE), "-o", compiled])
-        _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked])
+        linked, objects = f"{folder}/kernels.so", [f"{folder}/{source.stem}.o" for source in _SOURCES]
+        for source, compiled in zip(_SOURCES, objects, strict=True):
+            _run([compiler, *flags, *sizes, "-c", str(source), "-o", compiled])
+        _run([compiler, "-shared", *objects, openmp, "-lm", "-o", linked])
         try:
             return NativeLibrary(ctypes.CDLL(linked))  # stays mapped when the file is gone
         except (OSError, AttributeError) as error:
@@ -123,7 +129,8 @@ def _run(command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)  # noqa: S603
     except subprocess.CalledProcessError as error:
-        last = error.stderr.strip().splitlines()[-1:] or [f"exit status {error.returncode}"]
-        raise NativeUnavailableError(f"{command[0]} failed: {last[0]}") from error
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        raise NativeUnavailableError(f"{command[0]} failed: {reason}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailableError(f"{command[0]} failed: {error}") from error

@@ -1,4 +1,4 @@
-"""Norms, rope and the KV store by the native kernels.
+"""Products, norms, rope and the KV store by the native kernels.
 
 Runs on the device's thread; owns nothing. Invariant: tensors are bfloat16, on the CPU and contiguous where the
 kernels read or write rows; `why_not_native` was asked.
@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncllm.model.layer_ops import PlainLayerOps
+from asyncllm.model.native.native_products import NativeGatedLinear, NativeLinear, can_multiply
+
 if TYPE_CHECKING:
+    from asyncllm.model.linear import GatedLinear, Linear
     from asyncllm.model.native.library import NativeLibrary
     from asyncllm.model.rope import RotaryTables
 
@@ -18,7 +22,7 @@ __all__ = ["NativeLayerOps"]
 
 
 class NativeLayerOps:
-    """`LayerOps` of compiled kernels.
+    """`LayerOps` of compiled kernels; products only where the processor has a matrix unit, else oneDNN's.
 
     Args:
         library: built for the model's shape.
@@ -26,6 +30,21 @@ class NativeLayerOps:
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
+        self._plain = PlainLayerOps()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """See `LayerOps`."""
+        if can_multiply(self._library, inputs=weight.shape[1]):
+            return NativeLinear(self._library, weight, bias)
+        return self._plain.linear(weight, bias)
+
+    def gated_linear(
+        self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> GatedLinear:
+        """See `LayerOps`."""
+        if can_multiply(self._library, inputs=gate.shape[1], gates=gate.shape[0]):
+            return NativeGatedLinear(self._library, gate, up, bias)
+        return self._plain.gated_linear(gate, up, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `LayerOps`."""
