@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from typing import Literal, get_args
 
 from asyncllm.errors import ConfigurationError
@@ -49,6 +50,8 @@ class EngineConfig:
         cuda_graphs: replay CUDA graphs where a step's shape allows it.
         attention_backend: "auto" or a backend's name.
         batch_invariant: make a request's tokens on a GPU independent of its neighbours.
+        close_timeout_seconds: how long closing waits for the step in flight, or for the next file of a model that
+            opens; then the engine thread is left to itself.
         switch_interval_seconds: the interpreter's thread switch interval while steps run; None: left alone.
         seed: of dummy weights, and of the seeds drawn for requests without one; None: random.
         debug_checks: check the KV's integrity after every step.
@@ -80,6 +83,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     attention_backend: str = "auto"
     batch_invariant: bool = False
+    close_timeout_seconds: float = 30.0
     switch_interval_seconds: float | None = 5e-5
     seed: int | None = None
     debug_checks: bool = False
@@ -112,6 +116,7 @@ class EngineConfig:
         _check_count("seed", self.seed, low=0)
         _check_number("memory_fraction", self.memory_fraction, above=0.0, to=1.0)
         _check_number("pause_grace_seconds", self.pause_grace_seconds, above=-math.inf, to=math.inf, low=0.0)
+        _check_number("close_timeout_seconds", self.close_timeout_seconds, above=0.0, to=threading.TIMEOUT_MAX)
         if self.switch_interval_seconds is not None:
             _check_number("switch_interval_seconds", self.switch_interval_seconds, above=0.0, to=1.0)
         self._check_combinations()

@@ -97,11 +97,17 @@ class Engine:
         self._life.start_blocking()
 
     async def aclose(self) -> None:
-        """End all streams, stop after the step in flight, give all memory back. Idempotent, shielded."""
+        """End all streams, stop after the step in flight, give all memory back. Idempotent, not to be cancelled.
+
+        If that step (or a step listener, a logits hook, or a model's file while it opens) does not end within the
+        setting `close_timeout_seconds`, streams end all the same, and the call returns: the engine thread, a daemon,
+        is left to itself, and so is its memory until that thread comes back. The log has an error that says so and
+        where the thread stands. The engine can be opened again, beside it.
+        """
         await self._life.aclose()
 
     def close(self) -> None:
-        """Same as `aclose`, from any thread, with or without a loop; blocks for at most a step and a margin.
+        """Same as `aclose`, from any thread, with or without a loop; blocks for a step, or `close_timeout_seconds`.
 
         On the engine thread itself (in a step listener) it only asks, since it cannot wait for itself.
         """

@@ -98,6 +98,7 @@ class EngineLoop:
         self.closed: Reply[None] = Reply()
         self.drained: Reply[None] = Reply()
         self._listeners: tuple[Callable[[StepRecord], object], ...] = ()
+        self.gave_up = False  # set before `closed`
         self._preparing = 0
         self._at_work = False
 
@@ -116,6 +117,25 @@ class EngineLoop:
             self._desk.stats = EngineStats(state=self._desk.state)
             self.drained.set(None)
             self.closed.set(None)
+
+    def give_up(self, after_seconds: float) -> None:
+        """Tell everybody that the engine is closed, though its thread hangs; on the thread of a caller that closes.
+
+        Should the thread come back one day, it finds a `Close`, tells nobody anything, and gives the memory back.
+        """
+        self._inbox.connect(None)
+        untold = self._desk.give_up(after_seconds)
+        for message in self._inbox.take():
+            if isinstance(message, Call):
+                message.reply.fail(self._desk.closing_error())
+        self._inbox.post(Close())
+        if untold:
+            self._live.end_for_hung_thread(untold)
+        SWITCH_INTERVAL.leave(self)
+        self.opened.fail(EngineClosedError("the engine was closed while it opened"))
+        self.drained.set(None)
+        self.gave_up = True
+        self.closed.set(None)
 
     async def _main(self) -> None:
         self._bell = _Bell()
@@ -312,12 +332,12 @@ class EngineLoop:
 
     def _work(self) -> None:
         if not self._at_work and self._config.switch_interval_seconds is not None:
-            SWITCH_INTERVAL.enter(self._config.switch_interval_seconds)
+            SWITCH_INTERVAL.enter(self, self._config.switch_interval_seconds)
             self._at_work = True
 
     def _rest(self) -> None:
         if self._at_work:
-            SWITCH_INTERVAL.leave()
+            SWITCH_INTERVAL.leave(self)
             self._at_work = False
 
     # -- what callers see ------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Owned by one opening of an engine, shared by its engine thread and all callers, under one lock that is held for
 O(1) and never while allocating much, logging or calling out. Invariant: a request is live from its registration
-until its end is decided here, once, by whoever comes first: `leave` or `retire`.
+until its end is decided here, once, by whoever comes first: `leave` or `retire`; and it is told here, once, by
+whoever comes first: the engine thread (`note_told`), or a caller that closes while that thread hangs (`give_up`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class FrontDesk:
         self._max_waiting = max_waiting
         self._state = EngineState.STARTING
         self._cause: BaseException | None = None
+        self._gave_up_after_seconds: float | None = None
         self._live: dict[str, Submission] = {}
+        self._untold: set[Submission] = set()
         self._waiting = 0
         self._next_sequence = 0
         self._next_id = 0
@@ -118,6 +121,7 @@ class FrontDesk:
                     )
             for submission in submissions:
                 self._live[submission.request_id] = submission
+                self._untold.add(submission)
                 submission.sequence = self._next_sequence
                 if submission.request is not None:
                     submission.request.sequence = self._next_sequence
@@ -151,6 +155,28 @@ class FrontDesk:
             self._live.pop(submission.request_id, None)
             return submission.leaving
 
+    def note_told(self, submission: Submission) -> bool:
+        """Decide that the engine thread tells a request's end; False if that was done for it."""
+        with self._lock:
+            if submission not in self._untold:
+                return False
+            self._untold.remove(submission)
+            return True
+
+    def give_up(self, after_seconds: float) -> set[Submission]:
+        """Decide that the engine is closed, though its thread has not ended within `after_seconds`.
+
+        Returns:
+            the requests whose end that thread has not told, and will not tell any more.
+        """
+        with self._lock:
+            if self._state is not EngineState.FAILED:
+                self._state = EngineState.CLOSED
+                self._gave_up_after_seconds = after_seconds
+            untold, self._untold = self._untold, set()
+            self._live.clear()
+            return untold
+
     def left_queue(self, count: int) -> None:
         """Take requests that were admitted, or that ended before, out of the count of waiting ones."""
         with self._lock:
@@ -178,4 +204,7 @@ class FrontDesk:
         """What an open stream is told when the engine ends."""
         if self._state is EngineState.FAILED:
             return engine_failed(self._cause)
-        return EngineClosedError("the engine was closed before this request ended")
+        why = "the engine was closed before this request ended"
+        if self._gave_up_after_seconds is not None:
+            why += f": its thread did not end within close_timeout_seconds={self._gave_up_after_seconds:g}"
+        return EngineClosedError(why)

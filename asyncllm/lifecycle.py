@@ -8,12 +8,17 @@ dropped engine is noticed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import logging
 import os
+import sys
 import threading
+import time
+import traceback
 import warnings
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
@@ -32,6 +37,13 @@ if TYPE_CHECKING:
     from asyncllm.wakeups import Doors
 
 __all__ = ["Lifecycle", "Opening"]
+
+_HANGS: Final = (
+    "%s is closed, but its thread did not end within close_timeout_seconds=%g and is left to itself: "
+    "its memory comes back when that ends, if ever. It stands at\n%s"
+)
+
+log = logging.getLogger("asyncllm")
 
 
 class Opening:
@@ -127,9 +139,7 @@ class Lifecycle:
         except BaseException:
             if is_mine:  # cancelled, or failed: nothing may be left of it
                 opening.inbox.post(Close())
-                with anyio.CancelScope(shield=True):
-                    await opening.loop.closed.get(self._doors)
-                self._end_close(opening)
+                await self._wait_closed(opening)
             raise
         self._note_open(opening, model)
 
@@ -141,8 +151,7 @@ class Lifecycle:
         except BaseException:
             if is_mine:
                 opening.inbox.post(Close())
-                opening.loop.closed.get_blocking()
-                self._end_close(opening)
+                self._wait_closed_blocking(opening)
             raise
         self._note_open(opening, model)
 
@@ -170,22 +179,19 @@ class Lifecycle:
                 opening.model = model
 
     async def aclose(self) -> None:
-        """End all streams, stop after the step in flight, give all memory back. Idempotent, shielded."""
+        """End all streams, stop after the step in flight, give all memory back; see `Engine.aclose`."""
         opening = self._begin_close()
-        if opening is not None:
-            with anyio.CancelScope(shield=True):
-                await opening.loop.closed.get(self._doors)
-            self._end_close(opening)
+        if opening is not None and threading.current_thread() is not opening.thread:
+            await self._wait_closed(opening)
 
     def close(self) -> None:
-        """Same as `aclose`, from any thread, with or without a loop; blocks for at most a step and a margin.
+        """Same as `aclose`, from any thread, with or without a loop.
 
-        On the engine thread itself (in a step listener) it only asks, since it cannot wait for itself.
+        On the engine thread itself (in a step listener) both only ask, since it cannot wait for itself.
         """
         opening = self._begin_close()
         if opening is not None and threading.current_thread() is not opening.thread:
-            opening.loop.closed.get_blocking()
-            self._end_close(opening)
+            self._wait_closed_blocking(opening)
 
     def _begin_close(self) -> Opening | None:
         opening = self._opening
@@ -194,9 +200,36 @@ class Lifecycle:
             return opening
         return None
 
+    async def _wait_closed(self, opening: Opening) -> None:
+        """Wait for the engine thread's end, for as long as `close_timeout_seconds`; not to be cancelled."""
+        until = time.monotonic() + self._config.close_timeout_seconds
+        cancelled: BaseException | None = None
+        while not opening.loop.closed.done and (left := until - time.monotonic()) > 0.0:
+            try:
+                with anyio.move_on_after(left, shield=True):
+                    await opening.loop.closed.get(self._doors)
+            except anyio.get_cancelled_exc_class() as error:  # asyncio's own cancellation passes through a shield
+                cancelled = error
+        self._end_close(opening)
+        if cancelled is not None:
+            raise cancelled
+
+    def _wait_closed_blocking(self, opening: Opening) -> None:
+        with contextlib.suppress(TimeoutError):
+            opening.loop.closed.get_blocking(self._config.close_timeout_seconds)
+        self._end_close(opening)
+
     def _end_close(self, opening: Opening) -> None:
-        """Drop what was opened, so that its memory can go. The thread has nothing left to do but to end."""
-        opening.thread.join()
+        """Drop what was opened, so that its memory can go. If its thread hangs, tell its callers in its place."""
+        seconds = self._config.close_timeout_seconds
+        with self._lock:
+            hangs = not opening.loop.closed.done
+            if hangs:
+                opening.loop.give_up(seconds)
+        if hangs:
+            log.error(_HANGS, self._name, seconds, _stack(opening.thread))
+        if not opening.loop.gave_up:
+            opening.thread.join()  # it has nothing left to do but to end
         with self._lock:
             if self._opening is not opening:
                 return
@@ -216,6 +249,11 @@ class Lifecycle:
             return
         warnings.warn(f"{self._name} was open at exit; use `async with` or `with`", ResourceWarning, stacklevel=2)
         self.close()
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # documented by Python
+    return "" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
 
 
 def _torch_backend() -> Backend:

@@ -1,8 +1,8 @@
 """What the engine thread knows of each live request beside its scheduling: its text, its clock, its reader.
 
-Runs on the engine thread only; owns the submissions that were received and the events that wait to be delivered.
-Invariant: a submission gets one end, decided at the front desk (`retire`), and nothing after it; what a step
-brought is delivered together, after its commit.
+Runs on the engine thread only, but for what is told when that hangs; owns the submissions that were received and the
+events that wait to be delivered. Invariant: a submission gets one end, decided at the front desk (`retire`), and
+nothing after it; what a step brought is delivered together, after its commit.
 """
 
 from __future__ import annotations
@@ -331,6 +331,8 @@ class LiveRequests:
                 submission.sink.token(token, self._wakes)
             ends, self._ends = self._ends, []
             for submission, reason, error in ends:
+                if not self._desk.note_told(submission):
+                    continue  # a caller that closed has told it, since this thread hung
                 completion = None if reason is None else self._completion(submission, reason)
                 submission.sink.end(Ended(completion, error), self._wakes)
             gone = self._wakes.flush()
@@ -338,6 +340,19 @@ class LiveRequests:
                 return
             for door, cause in gone:
                 self._end_readers_at(door, cause, ended=[submission for submission, _, _ in ends])
+
+    def end_for_hung_thread(self, submissions: Iterable[Submission]) -> None:
+        """Tell the ends that the engine thread cannot tell; on the thread of a caller that closes.
+
+        Reads what the engine thread may be changing, and changes nothing that it reads.
+        """
+        wakes = Wakes()
+        for submission in submissions:
+            reason = submission.leaving
+            completion = None if reason is None else self._completion(submission, reason)
+            error = None if reason is not None else self._desk.closing_error()
+            submission.sink.end(Ended(completion, error), wakes)
+        wakes.flush()  # a loop that is gone has nobody left to tell
 
     def _end_readers_at(self, door: Door, cause: LoopGoneError, *, ended: Iterable[Submission]) -> None:
         """A loop is closed: all that wait there end; the others go on. What ended just now can be read elsewhere."""

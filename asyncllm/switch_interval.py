@@ -16,29 +16,31 @@ __all__ = ["SWITCH_INTERVAL", "SwitchInterval"]
 
 
 class SwitchInterval:
-    """Counts the engines that are at work."""
+    """Knows the engines that are at work."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders = 0
+        self._holders: set[object] = set()
         self._original_seconds = 0.0
         self._set_seconds = 0.0
 
-    def enter(self, seconds: float) -> None:
-        """Shorten the interval to `seconds`; never lengthen it."""
+    def enter(self, holder: object, seconds: float) -> None:
+        """Shorten the interval to `seconds` until `holder` leaves; never lengthen it."""
         with self._lock:
-            if self._holders == 0:
+            if not self._holders:
                 self._original_seconds = self._set_seconds = sys.getswitchinterval()
-            self._holders += 1
+            self._holders.add(holder)
             if seconds < self._set_seconds:
                 sys.setswitchinterval(seconds)
                 self._set_seconds = sys.getswitchinterval()
 
-    def leave(self) -> None:
-        """Undo one `enter`."""
+    def leave(self, holder: object) -> None:
+        """Undo `enter`; nothing if it was undone already."""
         with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and sys.getswitchinterval() == self._set_seconds:
+            if holder not in self._holders:
+                return
+            self._holders.remove(holder)
+            if not self._holders and sys.getswitchinterval() == self._set_seconds:
                 sys.setswitchinterval(self._original_seconds)
 
 
