@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from asyncllm.model.sampler import choose, drawn_from, score_tokens
+from asyncllm.model.sampler import choose, drawn_from, rows_at_once, score_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,8 +77,7 @@ class OptionSampler:
         """
         inputs = staged.on_device(logits.device)
         most = staged.outcome.most
-        edited = logits[inputs.places].to(torch.float32)  # [asking, vocab], a copy
-        raw = edited[inputs.raw_scored]
+        edited = logits.index_select(0, inputs.places).to(torch.float32)  # [asking, vocab], a copy
         self._edit(edited, inputs, staged)
         tokens = choose(edited, inputs) if edited.numel() else inputs.places
         left = edited.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
@@ -86,10 +85,12 @@ class OptionSampler:
             rows = inputs.penalized
             self._history[inputs.slots[rows], inputs.positions[rows]] = tokens[rows].to(torch.int32)
         scores = []
-        if inputs.raw_scored.numel():
-            scores.append(score_tokens(raw, tokens[inputs.raw_scored], most))
-        if inputs.scored.numel():
-            scores.append(score_tokens(drawn_from(edited, inputs, inputs.scored), tokens[inputs.scored], most))
+        for rows in rows_at_once(inputs.raw_scored):
+            raw = logits.index_select(0, inputs.places[rows]).to(torch.float32)
+            scores.append(score_tokens(raw, tokens[rows], most))
+        scores += [
+            score_tokens(drawn_from(edited, inputs, rows), tokens[rows], most) for rows in rows_at_once(inputs.scored)
+        ]
         slices = max(_SCORED_ELEMENTS // logits.shape[-1], 1)
         if inputs.prompt_places.numel():
             for at, targets in zip(
@@ -133,8 +134,7 @@ class OptionSampler:
         values = torch.where(values > 0, values / repetition, values * repetition)
         if staged.counts:
             generated = (columns >= inputs.generated_from.unsqueeze(1)) & (columns < lengths)
-            counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.float32, device=logits.device)
-            counts = counts.scatter_add_(1, ids, generated.to(torch.float32)).gather(1, ids)
+            counts = _counts(ids, generated.to(torch.float32), vocab_size=logits.shape[1])
             values -= inputs.frequency.unsqueeze(1) * counts
             values -= inputs.presence.unsqueeze(1) * (counts > 0)
         logits[at, ids] = values  # equal ids have equal values
@@ -150,6 +150,18 @@ class OptionSampler:
                 grown[:, : self._history.shape[1]] = self._history
             self._history = grown
         return self._history
+
+
+def _counts(ids: torch.Tensor, generated: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
+    """Tell how often each token of a row was generated: float32 [rows, tokens]."""
+    found, counts = [], torch.zeros(0, vocab_size, dtype=torch.float32, device=ids.device)
+    for own, flags in zip(rows_at_once(ids), rows_at_once(generated), strict=True):
+        if len(counts) < len(own):
+            counts = torch.zeros(len(own), vocab_size, dtype=torch.float32, device=ids.device)
+        counts[: len(own)].scatter_add_(1, own, flags)
+        found.append(counts[: len(own)].gather(1, own))
+        counts[: len(own)].scatter_(1, own, 0.0)
+    return torch.cat(found)
 
 
 def _apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.model import sampler
 from asyncllm.model.batch_tensors import BatchTensors
 from asyncllm.model.sampler import sample, uniforms
 from asyncllm.scheduler.batch import Batch
@@ -100,7 +101,8 @@ CASES = {
 }
 
 
-# At nearly uniform probabilities these keep more tokens than are looked at first.
+FEW = 64
+# At nearly uniform probabilities these keep more tokens than that.
 WIDE_CASES = {
     "many by top-k": Ask(temperature=8.0, top_k=400),
     "many by top-p": Ask(temperature=8.0, top_p=0.8),
@@ -112,8 +114,11 @@ WIDE_CASES = {
 @pytest.mark.parametrize(
     ("name", "vocab"), [*((name, VOCAB) for name in CASES), *((name, 700) for name in (*CASES, *WIDE_CASES))]
 )
-def test_draws_are_distributed_as_the_exact_probabilities(name: str, vocab: int) -> None:
+def test_draws_are_distributed_as_the_exact_probabilities(
+    name: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chi-square test of many draws: none outside what is kept, and within five deviations of the mean inside."""
+    monkeypatch.setattr(sampler, "_CANDIDATES", FEW)
     ask = (CASES | WIDE_CASES)[name]
     logits = random_logits(1, vocab, seed=1)
     expected = exact(logits[0].double().numpy(), ask) * DRAWS
@@ -133,6 +138,33 @@ def test_rows_of_all_kinds_meet_in_one_batch_and_are_what_they_are_alone() -> No
     together, _ = choose(logits, asks)
     alone = [choose(logits[row : row + 1], [ask])[0][0] for row, ask in enumerate(asks)]
     assert together == alone
+
+
+@pytest.mark.parametrize("few", [1, 7, FEW])
+def test_how_many_candidates_are_looked_at_first_changes_no_token(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [*CASES.values(), *WIDE_CASES.values(), Ask(top_p=0.0), Ask(top_k=1), Ask(min_p=1.0)]
+    asks = [dataclasses.replace(ask, seed=seed) for ask in cases for seed in range(5)]
+    logits = random_logits(len(asks), 700, seed=9)
+    expected, _ = choose(logits, asks)
+    monkeypatch.setattr(sampler, "_CANDIDATES", few)
+    assert choose(logits, asks)[0] == expected
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+def test_a_draw_is_where_its_number_falls_in_the_vocabularys_order_and_never_at_a_weight_of_zero(vocab: int) -> None:
+    rng, rows = np.random.default_rng(vocab), 500
+    weights = rng.random((rows, vocab)) ** 8 * (rng.random((rows, vocab)) < rng.random((rows, 1)))
+    weights[np.arange(rows), rng.integers(vocab, size=rows)] = 1.0
+    numbers = rng.random(rows).astype(np.float32)
+    numbers[::5], numbers[1::5] = 0.0, 1.0 - 2.0**-24  # the ends of the range
+    weights = weights.astype(np.float32)
+    places = sampler._draw(torch.from_numpy(weights), torch.from_numpy(numbers)).numpy()
+    ends = weights.astype(np.float64).cumsum(axis=1)
+    targets, rounding = numbers * ends[:, -1], 1e-5 * ends[:, -1]
+    at = np.arange(rows)
+    assert (weights[at, places] > 0.0).all()
+    assert (targets < ends[at, places] + rounding).all()
+    assert (targets >= ends[at, places] - weights[at, places] - rounding).all()
 
 
 def test_the_order_of_a_batch_changes_no_row() -> None:
