@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def library() -> NativeLibrary:
         return load_native(HEAD_DIM, HEADS // KV_HEADS)
     except NativeUnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def attending(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeLibrary:
+    """The kernels with attention on the matrix unit, where there is one, and without."""
+    if request.param == "tiles" and not library.can_attend_tiles:
+        pytest.skip("the processor has no matrix unit")
+    chosen = copy.copy(library)
+    chosen.can_attend_tiles = request.param == "tiles"
+    return chosen
 
 
 def make_config(head_dim: int = HEAD_DIM) -> ModelConfig:
@@ -111,17 +122,17 @@ def attend(
 @settings(deadline=None, max_examples=30)
 @given(
     kv_lens=st.lists(st.integers(1, 1300), min_size=1, max_size=6),
-    chunks=st.lists(st.tuples(st.integers(2, 9), st.integers(0, 40)), max_size=2),
+    chunks=st.lists(st.tuples(st.integers(2, 50), st.integers(0, 80)), max_size=2),
     page_size=st.sampled_from([1, 16, 50, 256]),
 )
 def test_attention_is_exact_up_to_rounding_for_any_lengths_and_pages(
-    library: NativeLibrary, kv_lens: list[int], chunks: list[tuple[int, int]], page_size: int
+    attending: NativeLibrary, kv_lens: list[int], chunks: list[tuple[int, int]], page_size: int
 ) -> None:
     query_lens = [1] * len(kv_lens) + [queries for queries, _ in chunks]
     lens = kv_lens + [queries + before for queries, before in chunks]
     pages = Pages(lens, page_size)
     queries = random(sum(query_lens), HEADS, HEAD_DIM)
-    out = attend(library, pages, queries, query_lens, lens)
+    out = attend(attending, pages, queries, query_lens, lens)
     first = 0
     for row, (count, length) in enumerate(zip(query_lens, lens, strict=True)):
         k, v = pages.row(row, length)
@@ -132,32 +143,58 @@ def test_attention_is_exact_up_to_rounding_for_any_lengths_and_pages(
         first += count
 
 
-def test_a_row_has_the_same_bits_alone_and_beside_others(library: NativeLibrary) -> None:
+def test_a_row_has_the_same_bits_alone_and_beside_others(attending: NativeLibrary) -> None:
     lens = [700, 3, 1200, 64, 513]
     pages, queries = Pages(lens, 16), random(5, HEADS, HEAD_DIM)
-    together = attend(library, pages, queries, [1] * 5, lens)
-    alone = attend(library, pages, queries[:1], [1], lens[:1])
+    together = attend(attending, pages, queries, [1] * 5, lens)
+    alone = attend(attending, pages, queries[:1], [1], lens[:1])
     assert torch.equal(together[:1], alone)
 
 
-def test_scores_of_any_size_give_finite_results(library: NativeLibrary) -> None:
+@pytest.mark.parametrize("page_size", [64, 256])
+def test_rows_that_share_pages_have_the_bits_that_each_has_alone(attending: NativeLibrary, page_size: int) -> None:
+    """More rows than read a part together, some of which share two parts, some one, one none."""
+    lens = [560, 513, 800, 530, 600, 512, 700, 515, 516, 517, 518, 519, 300, 90]
+    pages, queries = Pages(lens, page_size), random(len(lens), HEADS, HEAD_DIM)
+    for row, length in enumerate(lens[:-1]):
+        if row != 2:
+            shared = (512 if length >= 512 else 256) // page_size
+            pages.table[row, :shared] = pages.table[2, :shared]
+    together = attend(attending, pages, queries, [1] * len(lens), lens)
+    for row, length in enumerate(lens):
+        alone = copy.copy(pages)
+        alone.table = pages.table[row : row + 1]
+        assert torch.equal(together[row], attend(attending, alone, queries[row : row + 1], [1], [length])[0])
+
+
+def test_a_prompt_has_the_same_bits_however_it_is_cut(library: NativeLibrary) -> None:
+    if not library.can_attend_tiles:
+        pytest.skip("the processor has no matrix unit")
+    pages, queries = Pages([200], 16), random(200, HEADS, HEAD_DIM)
+    whole = attend(library, pages, queries, [200], [200])
+    for first, last in ((0, 2), (2, 75), (75, 200), (64, 128), (190, 200)):
+        part = attend(library, pages, queries[first:last], [last - first], [last])
+        assert torch.equal(part, whole[first:last])
+
+
+def test_scores_of_any_size_give_finite_results(attending: NativeLibrary) -> None:
     pages = Pages([900], 64)
     pages.keys *= 300
     queries = random(1, HEADS, HEAD_DIM) * 300
-    out = attend(library, pages, queries, [1], [900])
+    out = attend(attending, pages, queries, [1], [900])
     k, v = pages.row(0, 900)
     scores = torch.einsum("hd,khd->hk", queries[0].double(), k) * HEAD_DIM**-0.5
     expected = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), v)
     torch.testing.assert_close(out[0].double(), expected, rtol=0.03, atol=0.03)
 
 
-def test_what_is_not_finite_stays_visible(library: NativeLibrary) -> None:
+def test_what_is_not_finite_stays_visible(attending: NativeLibrary) -> None:
     pages = Pages([40], 64)
     pages.values[pages.table[0, 0], 7] = torch.nan
-    assert attend(library, pages, random(1, HEADS, HEAD_DIM), [1], [40]).isnan().all()
+    assert attend(attending, pages, random(1, HEADS, HEAD_DIM), [1], [40]).isnan().all()
     x = random(3, 64)
     x[1, 5] = torch.inf
-    normed = NativeLayerOps(library).rms_norm(x, random(64), 1e-5)
+    normed = NativeLayerOps(attending).rms_norm(x, random(64), 1e-5)
     assert normed[1, 5].isnan()
     assert normed[[0, 2]].isfinite().all()
 

@@ -105,77 +105,85 @@ static inline float sum_of(vector x) {
     return by4[0] + by4[1];
 }
 
-/* Attend from q [group, head_dim], scaled, to the positions first..last of a row; out [group, head_dim]. */
-static void attend(float *restrict out, Softmax *softmax, const float *restrict q, const bf16 *restrict keys,
-                   const bf16 *restrict values, const int32_t *pages, int64_t page_size, int64_t first, int64_t last,
-                   int64_t stride) {
-    vector query[GROUP][VECTORS], total[GROUP][VECTORS] = {0};
-    memcpy(query, q, sizeof query);
-    for (int g = 0; g < GROUP; g++) softmax->best[g] = -INFINITY, softmax->sum[g] = 0.0f;
-    for (int64_t start = first, count; start < last; start += count) {
-        int64_t offset = start % page_size; /* a block ends with its page */
-        count = last - start < page_size - offset ? last - start : page_size - offset;
-        count = count < KEY_BLOCK ? count : KEY_BLOCK;
-        int64_t cell = pages[start / page_size] * page_size + offset;
-        const bf16 *k = keys + cell * stride, *v = values + cell * stride;
-        float weights[GROUP][KEY_BLOCK];
-        for (int64_t j = 0; j < count; j++) {
-            vector score[GROUP] = {0};
-            for (int i = 0; i < VECTORS; i++) {
-                vector key = load(k + j * stride + i * LANES);
-                for (int g = 0; g < GROUP; g++) score[g] += query[g][i] * key;
-            }
-            for (int g = 0; g < GROUP; g++) weights[g][j] = sum_of(score[g]);
+/* Add `count` keys to what the query heads q [group, head_dim] of one key head have added up; total likewise. */
+static inline void attend_block(float *restrict total, Softmax *softmax, const bf16 *restrict q,
+                                const bf16 *restrict keys, const bf16 *restrict values, int64_t count, int64_t stride,
+                                float scale) {
+    vector query[GROUP][VECTORS], sum[GROUP][VECTORS];
+    float weights[GROUP][KEY_BLOCK];
+    for (int g = 0; g < GROUP; g++)
+        for (int i = 0; i < VECTORS; i++) query[g][i] = load(q + g * HEAD_DIM + i * LANES) * scale;
+    for (int64_t j = 0; j < count; j++) {
+        vector score[GROUP] = {0};
+        for (int i = 0; i < VECTORS; i++) {
+            vector key = load(keys + j * stride + i * LANES);
+            for (int g = 0; g < GROUP; g++) score[g] += query[g][i] * key;
         }
-        for (int g = 0; g < GROUP; g++) {
-            float best = softmax->best[g], sum = 0.0f;
-#pragma omp simd reduction(max : best)
-            for (int64_t j = 0; j < count; j++) best = weights[g][j] > best ? weights[g][j] : best;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < count; j++) {
-                weights[g][j] = exp_of_negative(weights[g][j] - best);
-                sum += weights[g][j];
-            }
-            float keep = exp_of_negative(softmax->best[g] - best);
-            softmax->sum[g] = softmax->sum[g] * keep + sum;
-            softmax->best[g] = best;
-            for (int i = 0; i < VECTORS; i++) total[g][i] *= keep;
-        }
-        for (int64_t j = 0; j < count; j++)
-            for (int i = 0; i < VECTORS; i++) {
-                vector value = load(v + j * stride + i * LANES);
-                for (int g = 0; g < GROUP; g++) total[g][i] += weights[g][j] * value;
-            }
+        for (int g = 0; g < GROUP; g++) weights[g][j] = sum_of(score[g]);
     }
-    memcpy(out, total, sizeof total);
+    memcpy(sum, total, sizeof sum);
+    for (int g = 0; g < GROUP; g++) {
+        float best = softmax->best[g], added = 0.0f;
+#pragma omp simd reduction(max : best)
+        for (int64_t j = 0; j < count; j++) best = weights[g][j] > best ? weights[g][j] : best;
+#pragma omp simd reduction(+ : added)
+        for (int64_t j = 0; j < count; j++) {
+            weights[g][j] = exp_of_negative(weights[g][j] - best);
+            added += weights[g][j];
+        }
+        float keep = exp_of_negative(softmax->best[g] - best);
+        softmax->sum[g] = softmax->sum[g] * keep + added;
+        softmax->best[g] = best;
+        for (int i = 0; i < VECTORS; i++) sum[g][i] *= keep;
+    }
+    for (int64_t j = 0; j < count; j++)
+        for (int i = 0; i < VECTORS; i++) {
+            vector value = load(values + j * stride + i * LANES);
+            for (int g = 0; g < GROUP; g++) sum[g][i] += weights[g][j] * value;
+        }
+    memcpy(total, sum, sizeof sum);
 }
 
 /* Attend from rows of one token, queries [rows, kv_heads * group, head_dim], to all of their keys; out likewise.
  *
  * keys, values: [pages, page_size, kv_heads, head_dim]. page_table: [rows, columns]. kv_lens: [rows].
- * A row's keys are computed in parts of part_keys, one after the other: part p is of row part_rows[p]; those of row r
- * are part_starts[r] to part_starts[r + 1]. scratch: [parts, kv_heads, group * head_dim + 2 * GROUP]. */
+ * A row's keys are computed in parts of part_keys; those of row r are part_starts[r] to part_starts[r + 1]. An item is
+ * parts that have the same keys, of several rows, or one part: item i is shared_parts[item_starts[i]] to that of i + 1,
+ * which are of the rows shared_rows. scratch: [parts, kv_heads, group * head_dim + 2 * GROUP]. */
 void asyncllm_attend(bf16 *restrict out, float *restrict scratch, const bf16 *restrict queries,
                      const bf16 *restrict keys, const bf16 *restrict values, const int32_t *restrict page_table,
-                     const int32_t *restrict kv_lens, const int32_t *restrict part_rows,
-                     const int32_t *restrict part_starts, int64_t rows, int64_t columns, int64_t part_keys,
-                     int64_t page_size, int64_t kv_heads, float scale) {
-    const int64_t group_size = GROUP * HEAD_DIM, cell = group_size + 2 * GROUP;
-    int64_t parts = part_starts[rows];
-#pragma omp parallel if (parts * kv_heads > 4)
+                     const int32_t *restrict kv_lens, const int32_t *restrict part_starts,
+                     const int32_t *restrict item_starts, const int32_t *restrict shared_parts,
+                     const int32_t *restrict shared_rows, int64_t items, int64_t rows, int64_t columns,
+                     int64_t part_keys, int64_t page_size, int64_t kv_heads, float scale) {
+    const int64_t group_size = GROUP * HEAD_DIM, cell = group_size + 2 * GROUP, stride = kv_heads * HEAD_DIM;
+#pragma omp parallel if (part_starts[rows] * kv_heads > 4)
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < parts * kv_heads; item++) {
-            int64_t part = item / kv_heads, kv_head = item % kv_heads, row = part_rows[part];
-            int64_t first = (part - part_starts[row]) * part_keys;
+        for (int64_t place = 0; place < items * kv_heads; place++) {
+            int64_t item = place / kv_heads, kv_head = place % kv_heads;
+            int64_t from = item_starts[item], to = item_starts[item + 1], row = shared_rows[from];
+            int64_t first = (shared_parts[from] - part_starts[row]) * part_keys;
             int64_t last = first + part_keys < kv_lens[row] ? first + part_keys : kv_lens[row];
-            float *part_out = scratch + item * cell;
-            Softmax *softmax = (Softmax *)(part_out + group_size);
-            float q[GROUP * HEAD_DIM];
-            const bf16 *query = queries + (row * kv_heads + kv_head) * group_size;
-            for (int64_t i = 0; i < group_size; i++) q[i] = widen(query[i]) * scale;
-            attend(part_out, softmax, q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
-                   page_table + row * columns, page_size, first, last, kv_heads * HEAD_DIM);
+            const int32_t *pages = page_table + row * columns;
+            for (int64_t shared = from; shared < to; shared++) {
+                float *total = scratch + (shared_parts[shared] * kv_heads + kv_head) * cell;
+                Softmax *softmax = (Softmax *)(total + group_size);
+                memset(total, 0, cell * sizeof *total);
+                for (int g = 0; g < GROUP; g++) softmax->best[g] = -INFINITY;
+            }
+            for (int64_t start = first, count; start < last; start += count) {
+                int64_t offset = start % page_size; /* a block ends with its page */
+                count = last - start < page_size - offset ? last - start : page_size - offset;
+                count = count < KEY_BLOCK ? count : KEY_BLOCK;
+                int64_t at = (pages[start / page_size] * page_size + offset) * stride + kv_head * HEAD_DIM;
+                for (int64_t shared = from; shared < to; shared++) { /* the block is read from memory once */
+                    float *total = scratch + (shared_parts[shared] * kv_heads + kv_head) * cell;
+                    attend_block(total, (Softmax *)(total + group_size),
+                                 queries + (shared_rows[shared] * kv_heads + kv_head) * group_size, keys + at,
+                                 values + at, count, stride, scale);
+                }
+            }
         }
 #pragma omp for schedule(static)
         for (int64_t place = 0; place < rows * kv_heads; place++) {

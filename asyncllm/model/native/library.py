@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeLibrary", "NativeUnavailableError", "load_native", "why_not_native"]
 
-_SOURCES: Final = tuple(pathlib.Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
+_SOURCES: Final = tuple(
+    pathlib.Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "tile_attention.c")
+)
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = (
     *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC"),
@@ -53,6 +55,8 @@ class NativeLibrary:
         attend: see `asyncllm_attend`.
         multiply: see `asyncllm_multiply` in products.c.
         can_multiply: whether the processor has what `multiply` needs.
+        attend_tiles: see `asyncllm_attend_tiles` in tile_attention.c.
+        can_attend_tiles: whether processor and head_dim are what `attend_tiles` needs.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -61,12 +65,15 @@ class NativeLibrary:
         self.rotate_and_store = library.asyncllm_rotate_and_store
         self.rotate_and_store.argtypes = [*[_POINTER] * 9, *[_INT] * 3, _FLOAT]
         self.attend = library.asyncllm_attend
-        self.attend.argtypes = [*[_POINTER] * 9, *[_INT] * 5, _FLOAT]
+        self.attend.argtypes = [*[_POINTER] * 11, *[_INT] * 6, _FLOAT]
         self.multiply = library.asyncllm_multiply
         self.multiply.argtypes = [*[_POINTER] * 5, *[_INT] * 4]
-        for function in (self.rms_norm, self.rotate_and_store, self.attend, self.multiply):
+        self.attend_tiles = library.asyncllm_attend_tiles
+        self.attend_tiles.argtypes = [_POINTER] * 6
+        for function in (self.rms_norm, self.rotate_and_store, self.attend, self.multiply, self.attend_tiles):
             function.restype = None
         self.can_multiply = bool(library.asyncllm_can_multiply())
+        self.can_attend_tiles = bool(library.asyncllm_can_attend_tiles())
 
 
 def why_not_native(model: ModelConfig, dtype: torch.dtype) -> str | None:

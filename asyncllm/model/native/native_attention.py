@@ -1,7 +1,8 @@
-"""Attention in bfloat16 on the CPU by the native kernel; rows of several tokens by torch's fused one.
+"""Attention in bfloat16 on the CPU by native kernels.
 
 Runs on the device's thread; owns what `PageMemory` does. Invariant: a row's keys are read where they are, through the
-page table, in parts at fixed positions, so that a row's result does not depend on the rows beside it.
+page table, in parts at fixed positions, so that a row's result does not depend on the rows beside it, also where it
+reads a part together with them.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ import torch
 
 from asyncllm.model.attention.chunks import attend_chunk, plan_chunks
 from asyncllm.model.attention.page_memory import PageMemory
+from asyncllm.model.native.shared_parts import PART_KEYS, SharedParts
+from asyncllm.model.native.tile_attention import TileAttention
 
 if TYPE_CHECKING:
-    from asyncllm.model.attention.chunks import Chunk
-    from asyncllm.model.attention.interface import AttentionRows
+    from asyncllm.model.attention.interface import AttentionRows, StepAttention
     from asyncllm.model.native.library import NativeLibrary
     from asyncllm.scheduler.batch import Ints
 
 __all__ = ["NativeAttention"]
 
-_PART_KEYS: Final = 512  # what one thread computes at a time: a long row's parts are spread over threads
+_SHARED: Final = 8  # rows that read a part together, at most: the others are left to other threads
 _PAGE_SIZE: Final = 256
 
 
 class NativeAttention:
-    """An `AttentionBackend` of a compiled kernel.
+    """An `AttentionBackend` of compiled kernels.
 
     Args:
         library: built for the model's shape.
@@ -43,26 +45,32 @@ class NativeAttention:
     def check_page_size(self, page_size: int) -> None:
         """Take every page size."""
 
-    def plan(self, rows: AttentionRows) -> _NativeStep:
+    def plan(self, rows: AttentionRows) -> StepAttention:
         """See `AttentionBackend`."""
-        return _NativeStep(self._library, self._memory, rows, plan_chunks(rows, torch.bfloat16))
+        if self._library.can_attend_tiles:
+            return TileAttention(self._library, rows)
+        return _VectorAttention(self._library, self._memory, rows)
 
 
-class _NativeStep:
-    """A step's rows; a `StepAttention`."""
+class _VectorAttention:
+    """A `StepAttention` on vector registers; rows of several tokens by torch's fused kernel."""
 
-    def __init__(self, library: NativeLibrary, memory: PageMemory, rows: AttentionRows, chunks: list[Chunk]) -> None:
+    def __init__(self, library: NativeLibrary, memory: PageMemory, rows: AttentionRows) -> None:
         self._library = library
         self._memory = memory
-        self._chunks = chunks
+        self._chunks = plan_chunks(rows, torch.bfloat16)
         self._count = rows.one_token_rows
         self._page_size = rows.page_size
         self._page_table = rows.page_table.contiguous()
-        kv_lens: Ints = rows.kv_lens[: self._count].astype(np.int32)
-        parts = -(-kv_lens // _PART_KEYS)
-        part_starts: Ints = np.concatenate([[0], np.cumsum(parts)]).astype(np.int32)
-        part_rows: Ints = np.repeat(np.arange(self._count, dtype=np.int32), parts)
-        self._arrays = (kv_lens, part_rows, part_starts)  # the addresses below are theirs
+        parts = SharedParts.of(rows, at_most=_SHARED)
+        shared: Ints = np.array([pair for item in parts.items for pair in item], dtype=np.int32).reshape(-1, 2).T
+        self._items, self._parts = len(parts.items), int(parts.starts[-1])
+        self._arrays = (  # the addresses below are theirs
+            rows.kv_lens[: self._count].astype(np.int32),
+            parts.starts,
+            np.cumsum([0, *map(len, parts.items)], dtype=np.int32),
+            *np.ascontiguousarray(shared),
+        )
         self._addresses = tuple(array.ctypes.data for array in self._arrays)
         self._scratch: torch.Tensor | None = None
 
@@ -79,9 +87,8 @@ class _NativeStep:
         self, out: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         _, heads, head_dim = queries.shape
-        kv_heads = keys.shape[2]
         if self._scratch is None:  # the same for all layers
-            size = len(self._arrays[1]) * heads * (head_dim + 2)
+            size = self._parts * heads * (head_dim + 2)
             self._scratch = torch.empty(size, dtype=torch.float32, device=queries.device)
         self._library.attend(
             out.data_ptr(),
@@ -91,10 +98,11 @@ class _NativeStep:
             values.data_ptr(),
             self._page_table.data_ptr(),
             *self._addresses,
+            self._items,
             self._count,
             self._page_table.shape[1],
-            _PART_KEYS,
+            PART_KEYS,
             self._page_size,
-            kv_heads,
+            keys.shape[2],
             head_dim**-0.5,
         )

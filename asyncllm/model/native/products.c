@@ -8,28 +8,17 @@
  * it was found, for others in the process that use them too.
  */
 #include "common.h"
+#include "tiles.h"
 
 enum { PLAIN, GATED };
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#ifdef ASYNCLLM_TILES
 
-#define TILE 16             /* rows of a tile; outputs beside each other in one of sums */
 #define BLOCK (2 * TILE)    /* rows and outputs that are computed at once: four tiles of sums */
-#define DEPTH 32            /* inputs of a tile */
 #define AHEAD 4096          /* bytes of weights that are asked for before they are needed */
 #define ROWS_BYTES (1 << 20) /* of rows that pass all weights before the next ones do: what a second-level cache holds */
 
-/* The system keeps tile registers only for those who ask. */
-int asyncllm_can_multiply(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} __attribute__((aligned(64))) Tiles;
+int asyncllm_can_multiply(void) { return may_use_tiles(); }
 
 /* Sums of rows 0..15 in tiles 0 and 1, of rows 16..31 in 2 and 3; rows in 4 and 5, weights in 6 and 7. */
 static void lay_out_tiles(int64_t rows) {
