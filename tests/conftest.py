@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from helpers.tiny_models import write_tiny_model
+from helpers.warm_process import WarmProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +30,13 @@ settings.register_profile("ci", parent=settings.get_profile("default"), derandom
 settings.register_profile("long", parent=settings.get_profile("default"), max_examples=2000)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
 
-JOIN_SECONDS = 10.0  # a hang guard: a thread that is ending needs at most its step in flight
+JOIN_SECONDS = 60.0  # a hang guard: a thread that is ending needs at most its step in flight
+
+
+def pytest_collection_finish() -> None:
+    """Leave what modules made out of all collections: many tests ask for one, each would look at a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 class TinyModel(Protocol):
@@ -61,6 +69,13 @@ def demo_gguf() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.fail("the demo model is not installed; run: make .venv/.model")
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def warm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    """Give what runs scripts in processes of their own, without waiting for the import of torch each time."""
+    with WarmProcess(tmp_path_factory.mktemp("scripts"), cwd=Path(__file__).parents[1]) as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-HANG_SECONDS = 120
+    from helpers.warm_process import WarmProcess
 
 PROGRAM = """
 import asyncio, gc, json, os, sys
@@ -83,42 +83,42 @@ class TinyModelFolder(Protocol):
         """Return its folder."""
 
 
-def run(model: Path, surroundings: tuple[str, str, str], *flags: str, **environment: str) -> list[list[int]]:
-    before, beside, after = surroundings
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", PROGRAM.format(before=before, beside=beside, after=after), str(model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
-        env=os.environ | environment,
-    )
+def run(model: Path, before: str, *flags: str, **environment: str) -> list[list[int]]:
+    """Run Python from its start."""
+    command = [sys.executable, *flags, "-c", PROGRAM.format(before=before, beside="", after=""), str(model)]
+    return tokens(subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment))
+
+
+def tokens(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
+    """Return what a process printed. Anything on standard error is a failure."""
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    tokens: list[list[int]] = json.loads(done.stdout)
-    return tokens
+    printed: list[list[int]] = json.loads(done.stdout)
+    return printed
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: TinyModelFolder) -> list[list[int]]:
     """The tokens in plain surroundings."""
-    return run(tiny_model(), ("", "", ""))
+    return run(tiny_model(), "")
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_what_the_caller_has_set_changes_nothing_and_stays(
-    name: str, expected: list[list[int]], tiny_model: TinyModelFolder
+    name: str, expected: list[list[int]], tiny_model: TinyModelFolder, warm_process: WarmProcess
 ) -> None:
-    assert run(tiny_model(), SURROUNDINGS[name]) == expected
+    before, beside, after = SURROUNDINGS[name]
+    program = PROGRAM.format(before=before, beside=beside, after=after)
+    assert tokens(warm_process.run(program, tiny_model())) == expected
 
 
 def test_asyncios_debug_mode_changes_nothing(expected: list[list[int]], tiny_model: TinyModelFolder) -> None:
     """What it tells of callbacks that took 0.1 s depends on the machine; everything else would be an error."""
     quiet = "import logging; logging.getLogger('asyncio').setLevel(logging.ERROR)"
-    assert run(tiny_model(), (quiet, "", ""), "-X", "dev", PYTHONASYNCIODEBUG="1") == expected
+    assert run(tiny_model(), quiet, "-X", "dev", PYTHONASYNCIODEBUG="1") == expected
 
 
 def test_warnings_as_errors_change_nothing(expected: list[list[int]], tiny_model: TinyModelFolder) -> None:
     # torch and transformers warn while they are imported, which is theirs
     before = "import torch, transformers, transformers.models.llama, warnings; warnings.simplefilter('error')"
-    assert run(tiny_model(), (before, "", "")) == expected
+    assert run(tiny_model(), before) == expected

@@ -1,7 +1,7 @@
 """Greedy tokens equal transformers', token by token, in float32, whatever the engine does inside.
 
-The whole product of prefix cache, page size, step budget, overlap, company and repetition on a tiny random model of
-each architecture; a pairwise covering set of it on the demo model, and the whole product there as a long test.
+A pairwise covering set of prefix cache, page size, step budget and overlap on a tiny random model of each architecture,
+with and without company, first and again; each value on the demo model too. The whole products are long tests.
 """
 
 from __future__ import annotations
@@ -86,23 +86,18 @@ def make_demo_case(demo_gguf: Path) -> Case:
     return Case(demo_gguf, prompts, greedy_reference(demo_gguf, prompts, DEMO_TOKENS))
 
 
-@pytest.mark.parametrize(
-    ("prefix_cache", "page_size", "overlap"), list(itertools.product(PREFIX_CACHES, PAGE_SIZES, (True, False)))
-)
-def test_a_tiny_model_gives_transformers_tokens(
-    tiny_case: Case, prefix_cache: str, page_size: int, overlap: bool
-) -> None:
-    async def main() -> None:
-        for chunk in CHUNKS:
-            fields = engine_fields(prefix_cache, page_size, chunk, overlap=overlap)
-            fields |= {"kv_pool_tokens": 2048, "debug_checks": True}
-            async with Engine(tiny_case.model, backend=None, **fields) as engine:
-                await check_equal(engine, tiny_case.prompts, tiny_case.expected, TINY_TOKENS)
-
-    asyncio.run(main())
+Cell = tuple[str, int, int, bool]
 
 
-async def check_demo(case: Case, cell: tuple[str, int, int, bool]) -> None:
+async def check_tiny(case: Case, cell: Cell) -> None:
+    prefix_cache, page_size, chunk, overlap = cell
+    fields = engine_fields(prefix_cache, page_size, chunk, overlap=overlap)
+    fields |= {"kv_pool_tokens": 2048, "debug_checks": True}
+    async with Engine(case.model, backend=None, **fields) as engine:
+        await check_equal(engine, case.prompts, case.expected, TINY_TOKENS)
+
+
+async def check_demo(case: Case, cell: Cell) -> None:
     prefix_cache, page_size, chunk, overlap = cell
     fields = engine_fields(prefix_cache, page_size, chunk, overlap=overlap)
     async with Engine(case.model, backend=None, kv_pool_tokens=4096, **fields) as engine:
@@ -110,7 +105,7 @@ async def check_demo(case: Case, cell: tuple[str, int, int, bool]) -> None:
 
 
 # Each pair of two settings' values stands in one of these; alone and together, first and again are inside of each.
-PAIRWISE: Final = [
+PAIRWISE: Final[list[Cell]] = [
     ("radix", 1, 1, True),
     ("none", 1, 7, False),
     ("radix", 1, 600, False),
@@ -123,21 +118,37 @@ PAIRWISE: Final = [
 ]
 
 
+# Each value stands in one of these.
+EACH: Final[list[Cell]] = [PAIRWISE[1], PAIRWISE[3], PAIRWISE[8]]
+VALUES: Final = (PREFIX_CACHES, PAGE_SIZES, CHUNKS, (True, False))
+ALL: Final[list[Cell]] = list(itertools.product(*VALUES))
+
+
 @pytest.mark.parametrize("cell", PAIRWISE, ids=repr)
-def test_the_demo_model_gives_transformers_tokens(demo_case: Case, cell: tuple[str, int, int, bool]) -> None:
+def test_a_tiny_model_gives_transformers_tokens(tiny_case: Case, cell: Cell) -> None:
+    asyncio.run(check_tiny(tiny_case, cell))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", ALL, ids=repr)
+def test_a_tiny_model_gives_transformers_tokens_in_the_whole_product(tiny_case: Case, cell: Cell) -> None:
+    asyncio.run(check_tiny(tiny_case, cell))
+
+
+@pytest.mark.parametrize("cell", EACH, ids=repr)
+def test_the_demo_model_gives_transformers_tokens(demo_case: Case, cell: Cell) -> None:
     asyncio.run(check_demo(demo_case, cell))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cell", list(itertools.product(PREFIX_CACHES, PAGE_SIZES, CHUNKS, (True, False))), ids=repr)
-def test_the_demo_model_gives_transformers_tokens_in_the_whole_product(
-    demo_case: Case, cell: tuple[str, int, int, bool]
-) -> None:
+@pytest.mark.parametrize("cell", ALL, ids=repr)
+def test_the_demo_model_gives_transformers_tokens_in_the_whole_product(demo_case: Case, cell: Cell) -> None:
     asyncio.run(check_demo(demo_case, cell))
 
 
-def test_the_covering_set_has_each_pair_of_values() -> None:
-    values = (PREFIX_CACHES, PAGE_SIZES, CHUNKS, (True, False))
-    for first, second in itertools.combinations(range(len(values)), 2):
+def test_the_small_sets_have_each_value_and_each_pair_of_values() -> None:
+    for first, second in itertools.combinations(range(len(VALUES)), 2):
         have = {(cell[first], cell[second]) for cell in PAIRWISE}
-        assert have == set(itertools.product(values[first], values[second]))
+        assert have == set(itertools.product(VALUES[first], VALUES[second]))
+        assert {cell[first] for cell in EACH} == {value for value, _ in have}
+        assert {cell[second] for cell in EACH} == {value for _, value in have}
