@@ -51,25 +51,36 @@ static inline void transpose(uint32_t *restrict to, int64_t to_stride, const uin
     }
 }
 
-/* Copy `count` keys and values that begin at position `first` of a row out of its pages, zeros behind them; values are
- * paired, [keys / 2, head_dim, 2]. stride: of a cell. */
-static inline void gather(bf16 *restrict keys_out, bf16 *restrict values_out, const bf16 *restrict keys,
-                          const bf16 *restrict values, const int32_t *pages, int64_t page_size, int64_t first,
-                          int64_t count, int64_t stride) {
+/* A block's keys and values, as tiles are loaded from them. */
+typedef struct {
+    const bf16 *keys[KEYS / TILE]; /* where each 16 keys begin */
+    int64_t key_stride;            /* bytes from key to key */
+    int64_t count;                 /* keys, rounded up to whole tiles of values; those that are none are not finite, maybe */
+    bf16 copied[KEYS * HEAD_DIM];  /* keys of pages that no tile fits into */
+    bf16 values[KEYS * HEAD_DIM];  /* in pairs, [keys / 2, head_dim, 2]; zero where there is none */
+} Block;
+
+/* Find `count` keys and values that begin at position `first` of a row; stride: of a cell. */
+static inline void gather(Block *restrict block, const bf16 *restrict keys, const bf16 *restrict values,
+                          const int32_t *pages, int64_t page_size, int64_t first, int64_t count, int64_t stride) {
     static const bf16 nothing[HEAD_DIM];
     const bf16 *value_rows[KEYS];
-    int64_t page = first / page_size, offset = first % page_size;
-    for (int64_t j = 0; j < KEYS; j++) {
+    int64_t page = first / page_size, offset = first % page_size, in_place = page_size % TILE == 0;
+    block->count = (count + DEPTH - 1) / DEPTH * DEPTH;
+    block->key_stride = 2 * (in_place ? stride : HEAD_DIM);
+    for (int64_t j = 0; j < block->count; j++) {
         int64_t at = j < count ? (pages[page] * page_size + offset) * stride : 0;
-        memcpy(keys_out + j * HEAD_DIM, j < count ? keys + at : nothing, sizeof nothing);
+        if (j % TILE == 0) block->keys[j / TILE] = in_place ? keys + at : block->copied + j * HEAD_DIM;
+        if (!in_place) memcpy(block->copied + j * HEAD_DIM, keys + at, sizeof nothing);
         value_rows[j] = j < count ? values + at : nothing;
         if (++offset == page_size) page++, offset = 0;
     }
-    for (int64_t j = 0; j < KEYS; j += 2)
+    for (int64_t j = 0; j < block->count; j += 2)
         for (int64_t i = 0; i < HEAD_DIM; i += TILE) {
             __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(value_rows[j] + i)));
             __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(value_rows[j + 1] + i)));
-            _mm512_storeu_si512(values_out + j * HEAD_DIM + 2 * i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+            _mm512_storeu_si512(block->values + j * HEAD_DIM + 2 * i,
+                                _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
         }
 }
 
@@ -94,10 +105,10 @@ static inline __m512 weigh(__m512 score, __m512 top) {
  *
  * Keys after a lane's last are not seen. */
 static inline void soften(uint32_t *restrict weights, float *restrict scores, Sums *restrict sums, int64_t lane,
-                          const int32_t *restrict last, int64_t first_key, float scale) {
+                          const int32_t *restrict last, int64_t first_key, int64_t count, float scale) {
     const __m512 unseen = _mm512_set1_ps(-INFINITY);
     __m512 top = _mm512_load_ps(sums->best + lane), before = top, total = _mm512_setzero_ps();
-    for (int key = 0; key < KEYS; key++) {
+    for (int key = 0; key < count; key++) {
         __m512i position = _mm512_set1_epi32((int32_t)first_key + key);
         __mmask16 seen = _mm512_cmple_epi32_mask(position, _mm512_loadu_si512(last));
         __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + key * TILE), _mm512_set1_ps(scale));
@@ -106,7 +117,7 @@ static inline void soften(uint32_t *restrict weights, float *restrict scores, Su
         top = _mm512_max_ps(score, top);
     }
     uint32_t paired[KEYS / 2][TILE] __attribute__((aligned(64)));
-    for (int key = 0; key < KEYS; key += 2) {
+    for (int key = 0; key < count; key += 2) {
         __m512 even = weigh(_mm512_load_ps(scores + key * TILE), top);
         __m512 odd = weigh(_mm512_load_ps(scores + (key + 1) * TILE), top);
         total = _mm512_add_ps(total, _mm512_add_ps(even, odd));
@@ -114,7 +125,7 @@ static inline void soften(uint32_t *restrict weights, float *restrict scores, Su
         __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
         _mm512_store_si512(paired[key / 2], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
-    for (int key = 0; key < KEYS; key += DEPTH) transpose(weights + key / 2, KEYS / 2, paired[key / 2], TILE);
+    for (int key = 0; key < count; key += DEPTH) transpose(weights + key / 2, KEYS / 2, paired[key / 2], TILE);
     __m512 keep = weigh(before, top);
     _mm512_store_ps(sums->best + lane, top);
     _mm512_store_ps(sums->sum + lane, _mm512_fmadd_ps(_mm512_load_ps(sums->sum + lane), keep, total));
@@ -126,18 +137,18 @@ static inline void soften(uint32_t *restrict weights, float *restrict scores, Su
 }
 
 /* Add a block of keys to the sums of `halves` times 16 lanes, queries [halves, head_dim / 2, 16, 2]. */
-static inline void attend_block(Sums *sums, const bf16 *queries, const bf16 *keys, const bf16 *values,
-                                const int32_t *last, int64_t first_key, int halves, float scale) {
+static inline void attend_block(Sums *sums, const bf16 *queries, const Block *block, const int32_t *last,
+                                int64_t first_key, int halves, float scale) {
     float scores[2][KEYS * TILE] __attribute__((aligned(64)));
     uint32_t weights[2][TILE * KEYS / 2] __attribute__((aligned(64)));
-    for (int key = 0; key < KEYS; key += 2 * TILE) {
+    for (int64_t key = 0; key < block->count; key += 2 * TILE) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (int i = 0; i < HEAD_DIM; i += DEPTH) {
-            _tile_loadd(4, keys + key * HEAD_DIM + i, 2 * HEAD_DIM);
-            _tile_loadd(5, keys + (key + TILE) * HEAD_DIM + i, 2 * HEAD_DIM);
+            _tile_loadd(4, block->keys[key / TILE] + i, block->key_stride);
+            _tile_loadd(5, block->keys[key / TILE + 1] + i, block->key_stride);
             _tile_loadd(6, queries + i * TILE, 4 * TILE);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 5, 6);
@@ -149,20 +160,23 @@ static inline void attend_block(Sums *sums, const bf16 *queries, const bf16 *key
         }
         _tile_stored(0, scores[0] + key * TILE, 4 * TILE);
         _tile_stored(1, scores[0] + (key + TILE) * TILE, 4 * TILE);
-        _tile_stored(2, scores[1] + key * TILE, 4 * TILE);
-        _tile_stored(3, scores[1] + (key + TILE) * TILE, 4 * TILE);
+        if (halves == 2) {
+            _tile_stored(2, scores[1] + key * TILE, 4 * TILE);
+            _tile_stored(3, scores[1] + (key + TILE) * TILE, 4 * TILE);
+        }
     }
     for (int half = 0; half < halves; half++)
-        soften(weights[half], scores[half], sums, half * TILE, last + half * TILE, first_key, scale);
+        soften(weights[half], scores[half], sums, half * TILE, last + half * TILE, first_key, block->count, scale);
     for (int half = 0; half < halves; half++)
         for (int i = 0; i < HEAD_DIM; i += 2 * TILE) {
             float *total = sums->total[half * TILE] + i;
             _tile_loadd(0, total, 4 * HEAD_DIM);
             _tile_loadd(1, total + TILE, 4 * HEAD_DIM);
-            for (int key = 0; key < KEYS; key += DEPTH) {
+            for (int64_t key = 0; key < block->count; key += DEPTH) {
+                const bf16 *values = block->values + key * HEAD_DIM + 2 * i;
                 _tile_loadd(4, weights[half] + key / 2, 2 * KEYS);
-                _tile_loadd(6, values + key * HEAD_DIM + 2 * i, 4 * HEAD_DIM);
-                _tile_loadd(7, values + key * HEAD_DIM + 2 * (i + TILE), 4 * HEAD_DIM);
+                _tile_loadd(6, values, 4 * HEAD_DIM);
+                _tile_loadd(7, values + 2 * TILE, 4 * HEAD_DIM);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
             }
@@ -175,20 +189,22 @@ static inline void attend_block(Sums *sums, const bf16 *queries, const bf16 *key
 static void attend_lanes(Sums *sums, const bf16 *const *queries, const int32_t *last, int64_t count,
                          const bf16 *restrict keys, const bf16 *restrict values, const int32_t *pages, int64_t first,
                          int64_t end, int64_t page_size, int64_t stride, float scale) {
-    bf16 rows[LANES][HEAD_DIM] = {0}, turned[LANES * HEAD_DIM];
-    bf16 block_keys[KEYS * HEAD_DIM], block_values[KEYS * HEAD_DIM];
+    static const bf16 nothing[HEAD_DIM];
+    bf16 rows[LANES][HEAD_DIM], turned[LANES * HEAD_DIM];
     int halves = count > TILE ? 2 : 1;
-    memset(sums, 0, sizeof *sums);
-    for (int i = 0; i < LANES; i++) sums->best[i] = -INFINITY;
-    for (int64_t i = 0; i < count; i++) memcpy(rows[i], queries[i], sizeof rows[i]);
+    memset(sums->total, 0, halves * TILE * sizeof *sums->total);
+    for (int i = 0; i < halves * TILE; i++) {
+        sums->best[i] = -INFINITY, sums->sum[i] = 0.0f;
+        memcpy(rows[i], i < count ? queries[i] : nothing, sizeof nothing);
+    }
     for (int half = 0; half < halves; half++)
         for (int i = 0; i < HEAD_DIM; i += DEPTH)
             transpose((uint32_t *)(turned + (half * HEAD_DIM + i) * TILE), TILE,
                       (const uint32_t *)(rows[half * TILE] + i), HEAD_DIM / 2);
     for (int64_t key = first; key < end; key += KEYS) {
-        gather(block_keys, block_values, keys, values, pages, page_size, key, end - key < KEYS ? end - key : KEYS,
-               stride);
-        attend_block(sums, turned, block_keys, block_values, last, key, halves, scale);
+        Block block;
+        gather(&block, keys, values, pages, page_size, key, end - key < KEYS ? end - key : KEYS, stride);
+        attend_block(sums, turned, &block, last, key, halves, scale);
     }
 }
 
