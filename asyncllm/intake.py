@@ -6,17 +6,19 @@ scheduler never meets a request that could not finish.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
 from array import array as packed
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 import numpy as np
 
 from asyncllm.errors import InvalidRequestError, PromptTooLongError
 from asyncllm.kv.naive_cache import GROUP_PREFIX
+from asyncllm.plain_values import as_integer, as_items, as_real
 from asyncllm.request import Request
 from asyncllm.row_sampling import check_sampling, least_tokens, row_sampling
 from asyncllm.structure import Structure
@@ -90,13 +92,15 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
             raise InvalidRequestError(f"request_id must be a non-empty text, not {self.request_id!r}")
-        if self.timeout is not None and not _is_positive_number(self.timeout):
-            raise InvalidRequestError(f"timeout must be a number of seconds > 0, not {self.timeout!r:.80}")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", _seconds(self.timeout))
+        priority, buffer = as_integer(self.priority), as_integer(self.buffer_tokens)
+        if priority is None:
             raise InvalidRequestError(f"priority must be an integer (higher first), not {self.priority!r}")
-        buffer = self.buffer_tokens
-        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
-            raise InvalidRequestError(f"buffer_tokens must be an integer >= 1, not {buffer!r}")
+        if self.buffer_tokens is not None and (buffer is None or buffer < 1):
+            raise InvalidRequestError(f"buffer_tokens must be an integer >= 1, not {self.buffer_tokens!r}")
+        object.__setattr__(self, "priority", priority)
+        object.__setattr__(self, "buffer_tokens", buffer)
         if not isinstance(self.cache_namespace, str):
             raise InvalidRequestError(f"cache_namespace must be a text, not {self.cache_namespace!r}")
         if self.cache_namespace.startswith(GROUP_PREFIX):
@@ -138,10 +142,9 @@ def mappings(name: str, values: object) -> tuple[Mapping[str, object], ...]:
     Raises:
         InvalidRequestError: they are something else.
     """
-    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
-        found = tuple(values)
-        if all(isinstance(each, Mapping) for each in found):
-            return found
+    found = as_items(values)
+    if found is not None and all(isinstance(each, Mapping) for each in found):
+        return cast("tuple[Mapping[str, object], ...]", found)
     raise InvalidRequestError(f"{name} must be an iterable of mappings, not {type(values).__name__} {values!r:.80}")
 
 
@@ -346,16 +349,17 @@ class Intake:
         )
 
 
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+def _seconds(timeout: object) -> float:
+    given = as_real(timeout)
+    if given is None or not 0 < given < sys.float_info.max:
+        raise InvalidRequestError(f"timeout must be a number of seconds > 0, not {timeout!r:.80}")
+    return given
 
 
 def _own(prompt: Prompt | ChatTurn) -> str | ChatTurn | npt.NDArray[np.int64]:
     """Keep a copy of what a caller may change after the call; token ids as an array."""
     if isinstance(prompt, str | ChatTurn):
         return prompt
-    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
-        raise InvalidRequestError(f"a prompt is a text or a sequence of token ids, not {type(prompt).__name__}")
     return _id_array(prompt)
 
 
@@ -365,23 +369,30 @@ def _characters(prompt: str | ChatTurn | npt.NDArray[np.int64]) -> int:
     return len(prompt) if isinstance(prompt, str) else 0
 
 
-def _id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
+def _id_array(ids: object) -> npt.NDArray[np.int64]:
     """Copy ids: through `array`, the fastest way from a list, where it takes them; it refuses all but integers."""
-    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
-        return ids.astype(np.int64)
-    ids = tuple(ids)
-    copied: npt.NDArray[np.int64] | None = None
-    doubtful: Sequence[object] = ids
+    if hasattr(ids, "__array__"):  # numpy's arrays, and others' on the CPU, such as torch's
+        try:
+            ids = np.asarray(ids)
+        except (TypeError, RuntimeError) as error:
+            raise InvalidRequestError(f"a prompt of token ids cannot be read: {error}") from error
+        if ids.ndim == 1 and ids.dtype.kind in "iu":
+            return ids.astype(np.int64)
+    items = as_items(ids)
+    if items is None:
+        raise InvalidRequestError(f"a prompt is a text or a sequence of token ids, not {type(ids).__name__}")
+    with contextlib.suppress(TypeError, OverflowError):
+        taken = np.frombuffer(packed("Q", cast("tuple[int, ...]", items)), dtype=np.int64)
+        doubtful = np.flatnonzero(taken <= int(True)).tolist()  # booleans look so
+        if all(as_integer(items[place]) is not None for place in doubtful):
+            return taken
+    numbers: list[int] = []
+    for item in items:
+        number = as_integer(item)
+        if number is None:
+            raise InvalidRequestError(f"a prompt of token ids holds integers, not {type(item).__name__}")
+        numbers.append(number)
     try:
-        taken = np.frombuffer(packed("Q", ids), dtype=np.int64)
-        doubtful = [ids[place] for place in np.flatnonzero(taken <= int(True)).tolist()]  # booleans look so
-        copied = taken
-    except (TypeError, OverflowError):
-        pass
-    for kind in set(map(type, doubtful)):
-        if kind is bool or not issubclass(kind, int | np.integer):
-            raise InvalidRequestError(f"a prompt of token ids holds integers, not {kind.__name__}")
-    try:
-        return np.asarray(ids, dtype=np.int64).reshape(-1) if copied is None else copied
+        return np.array(numbers, dtype=np.int64)
     except OverflowError:
         raise InvalidRequestError("the prompt has an id far outside of the vocabulary") from None

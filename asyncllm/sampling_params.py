@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.plain_values import as_integer, as_items, as_real
 from asyncllm.structure import Structure, choice_texts, json_schema_text, plain_text
 
 if TYPE_CHECKING:
@@ -117,16 +118,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_lengths()
-        _check_float("temperature", self.temperature, low=0.0, high=math.inf)
-        _check_float("top_p", self.top_p, low=0.0, high=1.0)
-        _check_int("top_k", self.top_k, low=-1)
-        _check_float("min_p", self.min_p, low=0.0, high=1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, above=0.0)
-        _check_float("presence_penalty", self.presence_penalty)
-        _check_float("frequency_penalty", self.frequency_penalty)
-        _check_int("seed", self.seed, low=0, high=_MAX_SEED)
-        _check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
-        _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MOST_LOGPROBS)
+        self._keep("temperature", _float("temperature", self.temperature, low=0.0, high=math.inf))
+        self._keep("top_p", _float("top_p", self.top_p, low=0.0, high=1.0))
+        self._keep("top_k", _int("top_k", self.top_k, low=-1))
+        self._keep("min_p", _float("min_p", self.min_p, low=0.0, high=1.0))
+        self._keep("repetition_penalty", _float("repetition_penalty", self.repetition_penalty, above=0.0))
+        self._keep("presence_penalty", _float("presence_penalty", self.presence_penalty))
+        self._keep("frequency_penalty", _float("frequency_penalty", self.frequency_penalty))
+        self._keep("seed", _int("seed", self.seed, low=0, high=_MAX_SEED))
+        self._keep("logprobs", _int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS))
         if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in ("raw", "processed"):
             raise InvalidRequestError(f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
         if self.logits_hook is not None and not callable(self.logits_hook):
@@ -134,28 +134,34 @@ class SamplingParams:
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        object.__setattr__(self, "stop", _texts("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        self._keep("stop", _texts("stop", self.stop))
+        self._keep("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self._keep("logit_bias", _biases(self.logit_bias))
         for name in ("allowed_token_ids", "banned_token_ids"):
             if (ids := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _ids(name, ids))
+                self._keep(name, _ids(name, ids))
         if self.allowed_token_ids == ():
             raise InvalidRequestError("allowed_token_ids must hold at least one id: leave it out to allow all")
-        object.__setattr__(self, "json_schema", json_schema_text(self.json_schema))
-        object.__setattr__(self, "regex", plain_text("regex", self.regex))
-        object.__setattr__(self, "choices", choice_texts(self.choices))
-        object.__setattr__(self, "grammar", plain_text("grammar", self.grammar))
+        self._keep("json_schema", json_schema_text(self.json_schema))
+        self._keep("regex", plain_text("regex", self.regex))
+        self._keep("choices", choice_texts(self.choices))
+        self._keep("grammar", plain_text("grammar", self.grammar))
         if self.structure is not None and self.ignore_eos:
             raise InvalidRequestError(f"ignore_eos cannot be given with {self.structure.kind}, which ends by itself")
         if self.structure is not None and self.min_tokens:
             raise InvalidRequestError(f"min_tokens cannot be given with {self.structure.kind}, which ends by itself")
 
     def _check_lengths(self) -> None:
-        if self.max_tokens == 0 and not isinstance(self.max_tokens, bool) and self.prompt_logprobs is None:
+        self._keep("prompt_logprobs", _int("prompt_logprobs", self.prompt_logprobs, low=0, high=MOST_LOGPROBS))
+        if as_integer(self.max_tokens) == 0 and self.prompt_logprobs is None:
             raise InvalidRequestError("max_tokens must be an integer >= 1, not 0 (which needs prompt_logprobs)")
-        _check_int("max_tokens", self.max_tokens, low=0 if self.prompt_logprobs is not None else 1)
-        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        least = 0 if self.prompt_logprobs is not None else 1
+        self._keep("max_tokens", _int("max_tokens", self.max_tokens, low=least))
+        self._keep("min_tokens", _int("min_tokens", self.min_tokens, low=0, high=self.max_tokens))
+
+    def _keep(self, name: str, value: object) -> None:
+        """Set a field as it is being made."""
+        object.__setattr__(self, name, value)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -188,33 +194,37 @@ class SamplingParams:
         return Structure.of(json_schema=self.json_schema, regex=self.regex, choices=self.choices, grammar=self.grammar)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+def _int(name: str, value: object, *, low: int, high: int | None = None) -> int | None:
     if value is None:
-        return
+        return None
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = as_integer(value)
+    if number is None:
         raise InvalidRequestError(f"{name} must be {allowed}, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
+    if number < low or (high is not None and number > high):
+        raise InvalidRequestError(f"{name} must be {allowed}, not {number}")
+    return number
 
 
-def _check_float(
+def _float(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
-) -> None:
+) -> float | None:
     if value is None:
-        return
+        return None
     if above is not None:
         allowed = f"a finite number > {above:g}"
     elif high < math.inf:
         allowed = f"a number from {low:g} to {high:g}"
     else:
         allowed = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = as_real(value)
+    if number is None:
         raise InvalidRequestError(f"{name} must be {allowed}, not {value!r}")
-    if math.inf > abs(value) > _LARGEST:
+    if math.inf > abs(number) > _LARGEST:
         raise InvalidRequestError(f"{name} must be {allowed} and of at most {_LARGEST:g} in size, not {value!r:.80}")
-    if not math.isfinite(value) or not low <= value <= high or (above is not None and value <= above):
-        raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
+    if not math.isfinite(number) or not low <= number <= high or (above is not None and number <= above):
+        raise InvalidRequestError(f"{name} must be {allowed}, not {number}")
+    return number
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
@@ -225,26 +235,27 @@ def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
         biases = dict(pairs)  # type: ignore[call-overload]  # whatever it is, it is looked at below
     except (TypeError, ValueError):
         raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {value!r}") from None
-    _ids("logit_bias", biases)
-    for token_id, bias in biases.items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias < math.inf:
+    kept: list[tuple[int, float]] = []
+    for token_id, bias in zip(_ids("logit_bias", biases.keys()), biases.values(), strict=True):
+        given = as_real(bias)
+        if given is None or not given < math.inf:
             raise InvalidRequestError(f"logit_bias must hold finite numbers or -inf, not {bias!r} (of id {token_id})")
-        if math.inf > abs(bias) > _LARGEST:
+        if math.inf > abs(given) > _LARGEST:
             raise InvalidRequestError(
                 f"logit_bias must hold numbers of at most {_LARGEST:g} in size, not {bias!r:.80} (of id {token_id})"
             )
-    return tuple((token_id, float(bias)) for token_id, bias in biases.items())
+        kept.append((token_id, given))
+    return tuple(kept)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Iterable):
+    items = (value,) if isinstance(value, str) else as_items(value)
+    if items is None:
         raise InvalidRequestError(f"{name} must be a text or several texts, not {value!r}")
     texts: list[str] = []
-    for item in value:
+    for item in items:
         if not isinstance(item, str) or not item:
             raise InvalidRequestError(f"{name} must hold non-empty texts, not {item!r}")
         texts.append(item)
@@ -254,11 +265,13 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    items = as_items(value)
+    if items is None:
         raise InvalidRequestError(f"{name} must be token ids, not {value!r}")
     ids: list[int] = []
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+    for item in items:
+        number = as_integer(item)
+        if number is None or number < 0:
             raise InvalidRequestError(f"{name} must hold token ids (integers >= 0), not {item!r}")
-        ids.append(item)
+        ids.append(number)
     return tuple(ids)

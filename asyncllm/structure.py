@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.plain_values import as_items
 
 __all__ = ["Structure", "choice_texts", "json_schema_text", "plain_text"]
 
@@ -85,15 +86,17 @@ def choice_texts(value: object) -> tuple[str, ...] | None:
     """
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    items = as_items(value)
+    if items is None:
         raise InvalidRequestError(f"choices must be several texts, not {value!r:.80}")
-    choices = tuple(value)
-    for choice in choices:
-        if not isinstance(choice, str) or not choice:
-            raise InvalidRequestError(f"choices must hold non-empty texts, not {choice!r:.80}")
+    choices: list[str] = []
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise InvalidRequestError(f"choices must hold non-empty texts, not {item!r:.80}")
+        choices.append(item)
     if not choices:
         raise InvalidRequestError("choices must hold at least one text")
-    return choices
+    return tuple(choices)
 
 
 def plain_text(name: str, value: object) -> str | None:

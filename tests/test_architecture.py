@@ -23,7 +23,17 @@ PACKAGE: Final = ROOT / "asyncllm"
 
 # Each module belongs to one part. A part is named by its modules, or by the folder that holds them.
 PARTS: Final = {
-    "values": {"errors", "outputs", "config", "structure", "sampling_params", "request", "backend", "scheduler.batch"},
+    "values": {
+        "errors",
+        "outputs",
+        "config",
+        "plain_values",
+        "structure",
+        "sampling_params",
+        "request",
+        "backend",
+        "scheduler.batch",
+    },
     "kv": {"kv"},
     "scheduler": {"scheduler"},
     "text": {"text"},

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -29,6 +30,7 @@ simple = st.one_of(
     st.text(max_size=5),
     st.binary(max_size=3),
     st.sampled_from([object(), int, 2**63, 2**64, -(2**63), float("inf"), "\udc80", "\0", complex(1, 1)]),
+    st.sampled_from([np.int64(3), np.float32(0.5), np.float16("nan"), np.bool_(True), np.array(3), np.array([1, 2])]),
 )
 anything = st.recursive(
     simple,
