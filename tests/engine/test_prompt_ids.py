@@ -67,12 +67,6 @@ def test_arrays_lists_and_ranges_of_the_same_ids_are_the_same_prompt(dtype: type
             array = np.arange(4, dtype=dtype)
             listed = (np.int64(0), 1, np.int32(2), 3), iter(torch.arange(4))
             arrays = array, np.arange(8, dtype=dtype)[::2] // 2, torch.from_numpy(array)
-                (np.int64(0), 1, np.int32(2), 3),
-                iter(torch.arange(4)),
-                array,
-                np.arange(8, dtype=dtype)[::2] // 2,
-                torch.from_numpy(array),
-            )
             prompts = (range(4), [0, 1, 2, 3], *listed, *arrays)
             completions = [await engine.generate(prompt, max_tokens=5) for prompt in prompts]  # type: ignore[arg-type]
             assert [completion.token_ids for completion in completions] == [completions[0].token_ids] * len(prompts)
