@@ -15,9 +15,11 @@ keeps Python's lock.
 from __future__ import annotations
 
 import collections
+import contextlib
 import decimal
 import functools
 import json
+import re
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +27,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar_constraint import GrammarConstraint
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from llguidance import LLMatcher, LLTokenizer
 
@@ -152,7 +154,7 @@ def _checked_grammar(structure: Structure) -> str:
     try:
         match structure.kind:
             case "json_schema":
-                _check_divisors(structure.source)
+                _check_divisors(_decoder.decode(structure.source))
                 grammar = LLMatcher.grammar_from_json_schema(
                     structure.source, overrides={"whitespace_pattern": _WHITE_SPACE}
                 )
@@ -161,6 +163,8 @@ def _checked_grammar(structure: Structure) -> str:
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(structure.source)
             case "grammar":
+                for schema in _embedded_schemas(structure.source):
+                    _check_divisors(schema)
                 grammar = grammar_from("grammar", structure.source)
         fault = LLMatcher.validate_grammar(grammar)
     except (ValueError, RecursionError) as error:
@@ -170,9 +174,19 @@ def _checked_grammar(structure: Structure) -> str:
     return grammar
 
 
-def _check_divisors(schema: str) -> None:
+_decoder: Final = json.JSONDecoder(parse_int=decimal.Decimal, parse_float=decimal.Decimal)
+
+
+def _embedded_schemas(grammar: str) -> Iterator[object]:
+    """Find the schemas in a grammar in Lark's syntax; those that are no JSON are the library's to refuse."""
+    for start in re.finditer(r"%json\s*", grammar):
+        with contextlib.suppress(ValueError):
+            yield _decoder.raw_decode(grammar, start.end())[0]
+
+
+def _check_divisors(schema: object) -> None:
     """Refuse a `multipleOf` that would take minutes and gigabytes to compile, which no limit of the library's ends."""
-    pending = [json.loads(schema, parse_int=decimal.Decimal, parse_float=decimal.Decimal)]
+    pending = [schema]
     while pending:
         part = pending.pop()
         if isinstance(part, dict):

@@ -135,8 +135,13 @@ def test_no_special_token_and_no_row_without_a_token_is_ever_part_of_a_text() ->
         (Structure("choices", '["red", "reddish", "it\'s \\"é\\""]'), ["red", "reddish", 'it\'s "é"'], ["re", "blue"]),
         (Structure("grammar", 'start: "(" start ")" | "x"'), ["x", "((x))"], ["(x", "", "xx"]),
         (Structure("grammar", 'root ::= "(" root ")" | "x"'), ["x", "((x))"], ["(x", "", "xx"]),
+        (
+            Structure("grammar", 'start: "<" %json {"type": "integer", "multipleOf": 5} ">"'),
+            ["<10>", "<0>"],
+            ["<3>", "10"],
+        ),
     ],
-    ids=["regex", "regex with anchors", "choices", "Lark", "GBNF"],
+    ids=["regex", "regex with anchors", "choices", "Lark", "GBNF", "Lark with a schema"],
 )
 def test_the_other_ways_to_say_it(structure: Structure, good: list[str], bad: list[str]) -> None:
     assert [text for text in good if not takes(structure, text)] == []
@@ -154,6 +159,14 @@ def test_the_other_ways_to_say_it(structure: Structure, good: list[str], bad: li
         (Structure("json_schema", '{"pattern": "["}'), "regex"),
         (Structure("json_schema", '{"anyOf": [{}, {"multipleOf": 9999991}]}'), "multipleOf .*100000.* not 9999991"),
         (Structure("json_schema", '{"items": {"multipleOf": 1234.567}}'), "multipleOf .*100000.* not 1234.567"),
+        (Structure("grammar", 'start: "a" %json{"multipleOf": 9999991}'), "multipleOf .*100000.* not 9999991"),
+        (
+            Structure(
+                "grammar", 'start: %json {"type": "null"} | x\nx: %json\n {"items": [{"multipleOf": 1234.567}]} "b"'
+            ),
+            "multipleOf .*100000.* not 1234.567",
+        ),
+        (Structure("grammar", 'start: %json {"multipleOf": }'), "%json"),
         (Structure("regex", "[0-9"), "unclosed"),
         (Structure("regex", "(?=a)b"), "look-around"),
         (Structure("grammar", "start: missing"), "missing"),
