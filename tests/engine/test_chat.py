@@ -13,6 +13,7 @@ from asyncllm.testing import ScriptedModel, scripted_engine
 from helpers.engines import TinyModelFolder, small_engine
 from helpers.idle import Idle
 from helpers.loops import both_loops, on_loop
+from helpers.scenes import held_engine_thread
 
 if TYPE_CHECKING:
     from asyncllm import Completion, Engine, Token
@@ -208,9 +209,10 @@ def test_a_conversation_holds_whole_turns_only(library: str) -> None:
             assert [message["role"] for message in turns[1:]] == ["user", "assistant"] * 2
             async with talk.send("left early") as stream:
                 await anext(stream)
-            async with talk.send("aborted") as stream:
-                stream.abort()
-                await stream.result()
+            with held_engine_thread(engine):
+                stream = talk.send("aborted")
+                assert stream.abort()
+            await stream.result()
             with pytest.raises(InvalidRequestError):
                 talk.send("refused", max_tokens=0)
             with pytest.raises(InvalidRequestError):

@@ -199,9 +199,7 @@ def test_steps_that_fail_though_none_of_their_requests_does_fail_the_engine(tiny
         long = asyncio.ensure_future(engine.generate([2], max_tokens=100))
         assert len((await short).token_ids) == 4
         assert len((await long).token_ids) == 100
-        outcomes = await asyncio.gather(
-            *(engine.generate([place], max_tokens=50) for place in range(3)), return_exceptions=True
-        )
+        outcomes = await engine.generate_all([[place] for place in range(3)], max_tokens=50, return_exceptions=True)
         assert all(isinstance(outcome, EngineFailedError) for outcome in outcomes)
         assert backend.failed < 80
         await engine.aclose()

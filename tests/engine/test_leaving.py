@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
+ENDLESS: Final[dict[str, Any]] = {"max_tokens": 200, "buffer_tokens": 8}
+"""Of a stream that does not end by itself, however late it is left: it is paused until it is read."""
+
+
 @pytest.fixture(params=["asyncio", "asyncio+uvloop", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
     name, _, loop = str(request.param).partition("+")
@@ -30,18 +34,18 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 
 
 async def break_unnamed(engine: Engine) -> None:
-    async for _ in engine.stream("left", max_tokens=200):
+    async for _ in engine.stream("left", **ENDLESS):
         break
 
 
 async def leave_block(engine: Engine) -> None:
-    async with engine.stream("left", max_tokens=200) as stream:
+    async with engine.stream("left", **ENDLESS) as stream:
         async for _ in stream:
             break
 
 
 async def close_explicitly(engine: Engine) -> None:
-    stream = engine.stream("left", max_tokens=200)
+    stream = engine.stream("left", **ENDLESS)
     await anext(stream)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
@@ -52,7 +56,7 @@ async def close_explicitly(engine: Engine) -> None:
 
 
 async def cancel_while_waiting(engine: Engine) -> None:
-    stream = engine.stream("left", max_tokens=200)
+    stream = engine.stream("left", **ENDLESS)
     with anyio.CancelScope() as scope:
         async for token in stream:
             if token.index == 2:
@@ -62,7 +66,7 @@ async def cancel_while_waiting(engine: Engine) -> None:
 
 async def cancel_in_the_body(engine: Engine) -> None:
     with anyio.CancelScope() as scope:
-        async with engine.stream("left", max_tokens=200) as stream:
+        async with engine.stream("left", **ENDLESS) as stream:
             async for token in stream:
                 if token.index == 2:
                     scope.cancel()
@@ -71,7 +75,7 @@ async def cancel_in_the_body(engine: Engine) -> None:
 
 async def move_on(engine: Engine) -> None:
     with anyio.move_on_after(0.02):
-        async with engine.stream("left", max_tokens=200) as stream:
+        async with engine.stream("left", **ENDLESS) as stream:
             async for _ in stream:
                 await anyio.sleep(0.005)
 
@@ -88,7 +92,7 @@ async def time_out(engine: Engine) -> None:
 
 
 async def abort(engine: Engine) -> None:
-    stream = engine.stream("left", max_tokens=200)
+    stream = engine.stream("left", **ENDLESS)
     await anext(stream)
     assert engine.abort(stream.request_id)
     assert not engine.abort(stream.request_id), "an abort of an aborted request has nothing to end"
@@ -99,7 +103,7 @@ async def abort(engine: Engine) -> None:
 
 
 async def drop_in_a_cycle(engine: Engine) -> None:
-    stream = engine.stream("left", max_tokens=200)
+    stream = engine.stream("left", **ENDLESS)
     await anext(stream)
     cycle: list[object] = [stream]
     cycle.append(cycle)
@@ -108,7 +112,7 @@ async def drop_in_a_cycle(engine: Engine) -> None:
 
 
 async def throw(engine: Engine) -> None:
-    stream = engine.stream("left", max_tokens=200)
+    stream = engine.stream("left", **ENDLESS)
     await anext(stream)
     with pytest.raises(KeyError):
         await stream.athrow(KeyError("why"))
@@ -162,7 +166,7 @@ async def test_leaving_ends_the_request_and_nobody_else_notices(
 async def test_a_dropped_stream_is_named_by_a_resource_warning() -> None:
     async with scripted_engine() as engine:
         with pytest.warns(ResourceWarning, match="my-stream"):  # noqa: PT031  # warned some time after the drop
-            async for _ in engine.stream("left", request_id="my-stream", max_tokens=200):
+            async for _ in engine.stream("left", request_id="my-stream", **ENDLESS):
                 break
             collect_garbage()
             await engine.drain_async()
@@ -235,7 +239,7 @@ async def test_a_slow_reader_is_paused_within_its_buffer_and_gets_every_token() 
 
 async def test_a_duplicate_id_is_refused_at_the_call_and_free_again_after_the_end() -> None:
     async with scripted_engine() as engine:
-        async with engine.stream("p", request_id="a", max_tokens=20) as first:
+        async with engine.stream("p", request_id="a", max_tokens=20, buffer_tokens=8) as first:
             with pytest.raises(InvalidRequestError, match="'a' is in use"):
                 engine.stream("p", request_id="a")
             assert len([token async for token in first]) == 20

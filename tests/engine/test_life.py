@@ -221,7 +221,7 @@ def test_a_dropped_engine_closes_itself_with_a_warning() -> None:
     with pytest.warns(ResourceWarning, match="scripted"):  # noqa: PT031  # the drop is the two
         del engine
         collect_garbage()
-    thread.join(20)
+    thread.join(300)
     assert not thread.is_alive()
 
 
@@ -272,6 +272,8 @@ def test_the_queue_bound_is_told_at_the_call() -> None:
         async with scripted_engine(model, max_waiting_requests=2, max_running_requests=1) as engine:
             first = asyncio.ensure_future(engine.generate("p"))
             await held.reached()
+            for _ in range(2):  # turns of the engine's loop: it tells what it has admitted at the end of each
+                await engine.check_integrity_async()
             others = [asyncio.ensure_future(engine.generate("p")) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match="max_waiting_requests=2"):
@@ -329,7 +331,7 @@ def test_nothing_happens_at_construction() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = Engine("a-model-that-does-not-exist")
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # another's may end
         del engine
         collect_garbage()
 

@@ -159,7 +159,7 @@ def test_a_large_prompt_is_tokenized_off_the_callers_loop() -> None:
         while not first.done():
             await asyncio.sleep(0.001)
             beats += 1
-        assert beats > 5
+        assert beats > 2  # a loop that is held up has one
         await stream.aclose()
 
     with scripted_engine(kv_pool_tokens=1_048_576, page_size=256, max_model_tokens=1_048_576, step_token_budget=65_536,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import types
 import warnings
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +15,6 @@ import anyio
 import pytest
 
 from asyncllm import DeadlineExceededError, EngineClosedError
-from asyncllm import live_requests as live_requests_module
 from asyncllm.testing.engines import collect_garbage
 from helpers.loops import on_loop
 from helpers.scenes import MOMENTS, PROMPT, READ, STEPS, TOKENS, Scene, check_neighbour, scene_at, sequence
@@ -182,15 +179,6 @@ def possible(way: Callable[..., object], moment: str, library: str) -> bool:
     if way is cancel_in_wait:
         return moment not in {"paused", "after the end"}
     return way is not asyncio_timeout or library == "asyncio"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Give the seconds by which the clock that requests time out by is ahead."""
-    ahead = [0.0]
-    shifted = types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr(live_requests_module, "time", shifted)
-    return ahead
 
 
 @pytest.mark.parametrize(

@@ -186,11 +186,11 @@ def test_it_goes_on_ahead_of_those_that_never_started(tiny_model: TinyModelFolde
 
 
 @pytest.mark.parametrize("way", ["close", "abort", "timeout", "engine close"])
-def test_a_parked_stream_can_be_left(way: str, tiny_model: TinyModelFolder) -> None:
+def test_a_parked_stream_can_be_left(way: str, clock: list[float], tiny_model: TinyModelFolder) -> None:
     async def main() -> None:
         async with one_at_a_time("scripted", tiny_model) as engine:
             idle = await Idle.watch(engine)
-            timeout = 0.2 if way == "timeout" else None
+            timeout = 1000 if way == "timeout" else None
             slow = engine.stream(PROMPT, buffer_tokens=4, timeout=timeout, **SLOW)
             await until_paused(engine)
             await engine.generate([9] * 6, max_tokens=50, ignore_eos=True)
@@ -205,6 +205,7 @@ def test_a_parked_stream_can_be_left(way: str, tiny_model: TinyModelFolder) -> N
             elif way == "abort":
                 assert slow.abort()
             if way == "timeout":
+                clock[0] += 2000  # as if so many seconds had passed
                 while engine.stats().parked:
                     await engine.check_integrity_async()
                 with pytest.raises(DeadlineExceededError):

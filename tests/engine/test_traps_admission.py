@@ -27,6 +27,7 @@ from asyncllm.testing import ScriptedModel, check_nothing_left, scripted_engine
 from helpers.engines import POOL, TinyModelFolder, each_model, small_engine
 from helpers.idle import Idle
 from helpers.loops import both_loops, on_loop
+from helpers.scenes import held_engine_thread
 
 if TYPE_CHECKING:
     from asyncllm import Engine
@@ -88,9 +89,11 @@ def test_a_request_starts_only_when_its_worst_case_fits(kind: str, tiny_model: T
     async def main() -> None:
         async with small_engine(kind, tiny_model, **POOL) as engine:
             records = listen(engine)
-            streams = [
-                engine.stream([place] * 40, max_tokens=37, request_id=str(place), ignore_eos=True) for place in range(2)
-            ]
+            with held_engine_thread(engine):
+                streams = [
+                    engine.stream([place] * 40, max_tokens=37, request_id=str(place), ignore_eos=True)
+                    for place in range(2)
+                ]
             for stream in streams:
                 assert len((await stream.result()).token_ids) == 37
             assert all(len(record.request_ids) == 1 for record in records)
@@ -112,7 +115,7 @@ def test_a_full_pool_is_only_a_reason_to_wait(overlap: bool) -> None:
             records = listen(engine)
 
             async def user() -> None:
-                while engine.stats().steps < 2500:
+                while engine.stats().steps < 1500:
                     prompt = [rng.randrange(3)] * rng.randint(1, 70)
                     max_tokens = rng.randint(1, 129 - len(prompt))
                     async with engine.stream(prompt, max_tokens=max_tokens) as stream:
@@ -158,18 +161,18 @@ def test_a_long_prompt_stops_no_running_stream(kind: str, tiny_model: TinyModelF
         settings = {"step_token_budget": 12, "min_prefill_chunk": 8, "max_running_requests": 4, "page_size": 16}
         async with small_engine(kind, tiny_model, **settings) as engine:
             records = listen(engine)
-            running = [
-                engine.stream([place] * 3, max_tokens=120, request_id=str(place), ignore_eos=True) for place in range(3)
-            ]
-            for stream in running:
-                await anext(stream)
-            long = engine.stream(list(range(8)) * 50, max_tokens=2, request_id="long", ignore_eos=True)
+            with held_engine_thread(engine):
+                running = [
+                    engine.stream([place] * 3, max_tokens=120, request_id=str(place), ignore_eos=True)
+                    for place in range(3)
+                ]
+                long = engine.stream(list(range(8)) * 50, max_tokens=2, request_id="long", ignore_eos=True)
             for stream in [*running, long]:
                 await stream.result()
             chunks = [record for record in records if "long" in record.request_ids and record.kind != "decode"]
             assert len(chunks) >= 400 // 9
             assert all({"0", "1", "2"} <= set(record.request_ids) for record in chunks)
-            assert all(record.kind == "mixed" for record in chunks)
+            assert {record.kind for record in chunks[1:]} == {"mixed"}  # in the first, the three begin too
             check_nothing_left(engine)
 
     asyncio.run(main())
@@ -192,10 +195,12 @@ def test_the_queue_and_the_time_in_it_are_bounded_on_request(library: str) -> No
                 await held.reached()
                 for _ in range(2):  # turns of the engine's loop: it tells what it has admitted at the end of each
                     await engine.check_integrity_async()
-                hurried = engine.stream(PROMPT, max_tokens=10, request_id="hurried", timeout=1.0)
-                patient = engine.stream(PROMPT, max_tokens=10, timeout=3600)
+                patient, left = (engine.stream(PROMPT, max_tokens=10, timeout=3600) for _ in range(2))
                 with pytest.raises(QueueFullError, match="max_waiting_requests=2"):
                     engine.stream(PROMPT)
+                assert left.abort()
+                assert (await left.result()).token_ids == ()
+                hurried = engine.stream(PROMPT, max_tokens=10, request_id="hurried", timeout=0.05)
                 with pytest.raises(DeadlineExceededError) as caught:
                     await hurried.result()
                 assert caught.value.completion.finish_reason == "timeout"

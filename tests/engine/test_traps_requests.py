@@ -251,7 +251,7 @@ def test_a_fault_in_the_prefix_cache_ends_the_engine_for_all_at_once(monkeypatch
                 store(pages, tokens, namespace)
 
             monkeypatch.setattr(cache, "store", faulty_store)
-            others = [engine.stream([place] * 20, max_tokens=400) for place in range(4)]
+            others = [engine.stream([place] * 20, max_tokens=400, buffer_tokens=8) for place in range(4)]
             for stream in others:
                 await anext(stream)
             with pytest.raises(EngineFailedError, match="a broken tree"):
@@ -316,7 +316,7 @@ def test_a_request_id_is_used_by_one_live_request(library: str) -> None:
 
     async def main() -> None:
         async with scripted_engine() as engine:
-            first = engine.stream(PROMPT, max_tokens=50, request_id="a")
+            first = engine.stream(PROMPT, max_tokens=50, request_id="a", buffer_tokens=8)  # paused until it is read
             with pytest.raises(InvalidRequestError, match="'a' is in use") as caught:
                 engine.stream(PROMPT, request_id="a")
             assert isinstance(caught.value, ValueError)

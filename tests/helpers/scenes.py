@@ -34,6 +34,7 @@ __all__ = [
     "TOKENS",
     "Scene",
     "check_neighbour",
+    "held_engine_thread",
     "scene_at",
     "sequence",
 ]
@@ -134,7 +135,7 @@ async def scene_at(moment: str, clock: list[float], model: ScriptedModel | None 
 
 @contextlib.contextmanager
 def held_engine_thread(engine: Engine) -> Iterator[None]:
-    """Keep the engine thread from reading its messages."""
+    """Keep the engine thread from reading its messages: what is called meanwhile is read together."""
     entered, gate = threading.Event(), threading.Event()
 
     def stand() -> None:
