@@ -21,6 +21,7 @@ from asyncllm.errors import (
     RequestError,
     RequestFailedError,
     StreamInUseError,
+    WrongThreadError,
 )
 from asyncllm.llm import LLM
 from asyncllm.outputs import (
@@ -69,6 +70,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "Usage",
+    "WrongThreadError",
     "__version__",
 ]
 

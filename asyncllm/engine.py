@@ -260,6 +260,7 @@ class Engine:
         options = RequestOptions(
             request_id=request_id, timeout=timeout, priority=priority, cache_namespace=cache_namespace
         )
+        self._doors.check_thread()
         opening, intake = self._life.open_intake()
         mailbox: Mailbox[tuple[int, Ended]] = Mailbox()
         submission = intake.submission(
@@ -425,6 +426,7 @@ class Engine:
         options: RequestOptions,
     ) -> BatchRun:
         """Make the state of a call with many prompts; what `LLM` shares with `generate_all`."""
+        self._doors.check_thread()
         opening, intake = self._life.open_intake()
         window = 2 * self._given.max_running_requests
         if self._given.max_waiting_requests is not None:
@@ -484,7 +486,8 @@ class Engine:
     def add_step_listener(self, listener: Callable[[StepRecord], object]) -> Callable[[], None]:
         """Have `listener` called on the engine thread with each step's record, after its commit.
 
-        It may call `stats` and `abort` and must not block; if it raises it is removed and the error logged.
+        It may call `stats`, `stream` and `abort`, and `close`, which only asks then. It must not block: calls that
+        wait for the engine raise WrongThreadError. If it raises it is removed and the error logged.
 
         Returns:
             A function that removes it.
@@ -514,6 +517,7 @@ class Engine:
         return await self._call(EngineLoop.reset_prefix_cache).get(self._doors)
 
     def _call(self, function: Callable[[EngineLoop], T]) -> Reply[T]:
+        self._doors.check_thread()
         opening = self._life.serving()
         reply: Reply[T] = Reply()
         if not opening.inbox.post(Call(functools.partial(function, opening.loop), reply)):
@@ -529,6 +533,7 @@ class Engine:
         await self._begin_drain().get(self._doors)
 
     def _begin_drain(self) -> Reply[None]:
+        self._doors.check_thread()
         opening = self._life.serving()
         opening.desk.move(EngineState.DRAINING)
         opening.inbox.post(Call(lambda: None, Reply()))  # a turn of the loop, in which it sees the state
@@ -539,6 +544,7 @@ class Engine:
 
         The vocabulary is read for structured output too, which would hold up all threads for a moment later.
         """
+        self._doors.check_thread()
         stream = self.stream([0], _WARMUP)
         while stream.next_blocking() is not None:
             pass
@@ -546,5 +552,6 @@ class Engine:
 
     async def warmup_async(self) -> None:
         """Same as `warmup`, without blocking the loop."""
+        self._doors.check_thread()
         await self.stream([0], _WARMUP).result()
         await anyio.to_thread.run_sync(self._life.open_intake()[1].read_vocabulary)

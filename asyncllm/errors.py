@@ -26,6 +26,7 @@ __all__ = [
     "RequestError",
     "RequestFailedError",
     "StreamInUseError",
+    "WrongThreadError",
 ]
 
 
@@ -113,6 +114,10 @@ class EngineError(AsyncLLMError):
 
 class EngineClosedError(EngineError):
     """The engine is not open: not started yet, closing, or closed."""
+
+
+class WrongThreadError(EngineError, RuntimeError):
+    """A call that waits for the engine, made on the engine's own thread: in a step listener or a logits hook."""
 
 
 class EngineFailedError(EngineError):

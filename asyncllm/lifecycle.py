@@ -133,6 +133,7 @@ class Lifecycle:
             ModelLoadError, ConfigurationError: the model cannot be opened as asked.
             EngineClosedError: the engine was closed meanwhile.
         """
+        self._doors.check_thread()
         opening, is_mine = self._begin()
         try:
             model = await opening.loop.opened.get(self._doors)
@@ -145,6 +146,7 @@ class Lifecycle:
 
     def start_blocking(self) -> None:
         """Same as `start`, for code without an event loop: blocks this thread."""
+        self._doors.check_thread()
         opening, is_mine = self._begin()
         try:
             model = opening.loop.opened.get_blocking()
@@ -169,6 +171,7 @@ class Lifecycle:
             self._finalizer.atexit = False
             self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
             atexit.register(self._at_exit)
+            self._doors.engine_thread = opening.thread
             opening.thread.start()
             return opening, True
 

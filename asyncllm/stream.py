@@ -211,6 +211,7 @@ class TokenStream(AsyncGenerator[Token, None]):
             return None
         event: Token | Ended | None = self._ended
         if event is None:
+            self._doors.check_thread()
             event = self._mailbox.get_blocking()
             self._note(event)
         if isinstance(event, Token):

@@ -16,6 +16,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from asyncllm.errors import WrongThreadError
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -221,18 +223,37 @@ class ThreadWaiter:
 
 
 class Doors:
-    """The doors of the loops that callers use; entries die with their loops."""
+    """The doors of the loops that callers use; entries die with their loops.
+
+    Attributes:
+        engine_thread: the one that wakes: whoever waits on it waits for ever, so it has no door.
+    """
 
     def __init__(self) -> None:
+        self.engine_thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._by_loop: weakref.WeakKeyDictionary[object, LoopDoor] = weakref.WeakKeyDictionary()
         self._last: LoopDoor | None = None  # asked for last: most often the next one's too
 
+    def check_thread(self) -> None:
+        """Raise WrongThreadError on the engine's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self.engine_thread:
+            raise WrongThreadError(
+                "this call waits for the engine, so it cannot be made on the engine's own thread, in a step listener "
+                "or a logits hook: make it in a task or thread of yours (stats, stream and abort never wait)"
+            )
+
     def current(self) -> LoopDoor:
-        """The running loop's door. Raises RuntimeError outside of a running asyncio or trio loop."""
+        """The running loop's door.
+
+        Raises:
+            RuntimeError: outside of a running asyncio or trio loop.
+            WrongThreadError: the loop runs on the engine's own thread.
+        """
         loop, last = _running_loop(), self._last
         if last is not None and last.serves(loop):
             return last
+        self.check_thread()
         with self._lock:
             door = self._by_loop.get(loop)
             if door is None:

@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.to_thread
@@ -37,9 +37,9 @@ def says(count: int) -> tuple[int, ...]:
     return tuple(tokens[len(PROMPT) :])
 
 
-def hasty_engine(model: ScriptedModel, **fields: object) -> Engine:
+def hasty_engine(model: ScriptedModel, *, overlap: bool = False, **fields: Any) -> Engine:  # noqa: ANN401
     """Make an engine that gives its thread up at once; without overlap, it waits for a step when that begins."""
-    return scripted_engine(model, **{"close_timeout_seconds": AT_ONCE, "overlap": False, **fields})
+    return scripted_engine(model, close_timeout_seconds=AT_ONCE, overlap=overlap, **fields)
 
 
 def engine_thread(engine: Engine) -> threading.Thread:
