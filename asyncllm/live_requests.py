@@ -185,7 +185,7 @@ class LiveRequests:
     # -- pauses ----------------------------------------------------------------------------------------------
 
     def check_pauses(self) -> None:
-        """Pause the requests whose readers lag, before a step is built."""
+        """Pause the requests whose readers lag, before a step is built or those that decode begin again."""
         for submission in self._bounded:
             request = submission.request
             if request is None or request.state is not RequestState.DECODING or not self._is_full(submission, request):
@@ -235,10 +235,11 @@ class LiveRequests:
         """How many requests hold nothing until their reader reads on."""
         return len(self._parked)
 
-    @staticmethod
-    def _is_full(submission: Submission, request: Request) -> bool:
-        in_flight = request.sampled - len(request.generated)
-        return submission.sink.mailbox.unread + in_flight >= (submission.buffer_tokens or 0)
+    def _is_full(self, submission: Submission, request: Request) -> bool:
+        coming = request.sampled - len(request.generated)
+        if self._tokens:  # committed, and not delivered yet
+            coming += sum(each is submission for each, _ in self._tokens)
+        return submission.sink.mailbox.unread + coming >= (submission.buffer_tokens or 0)
 
     # -- ends ------------------------------------------------------------------------------------------------
 

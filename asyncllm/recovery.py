@@ -86,6 +86,7 @@ class Recovery:
             self._tell(*self._failed)
             self._probe = self._failed = None
         if self._groups:
+            self._live.check_pauses()  # who begins again is given one more token, and so must have room for it
             self._scheduler.roll_back()  # those that ran stand by until the others were tried
 
     def step_failed(self, step: ScheduledStep, error: Exception) -> None:
