@@ -227,7 +227,10 @@ async def check_end(scene: Scene, stream: TokenStream | None, end: str | type[Ex
             if isinstance(caught, DeadlineExceededError):
                 tokens = caught.completion.token_ids
                 assert tokens == expected[: len(tokens)]
-    if end is EngineClosedError:
+    if end is EngineClosedError and scene.moment == "paused":  # no step stands then: it may have had its last token
+        with contextlib.suppress(EngineClosedError):
+            await check_neighbour(scene)
+    elif end is EngineClosedError:
         with pytest.raises(EngineClosedError):
             await scene.neighbour.result()
     else:
