@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineLoop"]
 
 PREPARING_THREADS: Final = 2
-"""Long texts tokenized at once: more would take the cores from the steps."""
+"""Long texts tokenized at once, and structures compiled beside them: more would take the cores from the steps."""
 
 log = logging.getLogger("asyncllm")
 
@@ -99,7 +99,7 @@ class EngineLoop:
         self.drained: Reply[None] = Reply()
         self._listeners: tuple[Callable[[StepRecord], object], ...] = ()
         self.gave_up = False  # set before `closed`
-        self._preparing = 0
+        self._preparing: set[Submission] = set()
         self._at_work = False
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -220,7 +220,9 @@ class EngineLoop:
             raise
 
     async def _serve_until_closed(self, opened: OpenBackend) -> None:
-        self._limiter = anyio.CapacityLimiter(PREPARING_THREADS)
+        # A structure may take seconds; texts, and as a rule other structures, go past it.
+        self._tokenizing = anyio.CapacityLimiter(PREPARING_THREADS)
+        self._compiling = anyio.CapacityLimiter(PREPARING_THREADS)
         try:
             async with anyio.create_task_group() as tasks:
                 self._desk.move(EngineState.RUNNING)
@@ -261,7 +263,7 @@ class EngineLoop:
             match message:
                 case Submit(submissions):
                     for submission in self._live.receive(submissions):
-                        self._preparing += 1
+                        self._preparing.add(submission)
                         tasks.start_soon(self._prepare, submission)
                 case Cancel(submissions, dropped):
                     for submission in submissions:
@@ -283,11 +285,11 @@ class EngineLoop:
         return going_on
 
     async def _prepare(self, submission: Submission) -> None:
-        prepare = submission.prepare
+        limiter = self._compiling if submission.compiles else self._tokenizing
         try:
-            if prepare is not None and not submission.ended:
+            if submission.prepare is not None and not submission.ended:
                 submission.ready = await anyio.to_thread.run_sync(
-                    prepare, submission.sequence, abandon_on_cancel=True, limiter=self._limiter
+                    submission.prepare_unless_ended, abandon_on_cancel=True, limiter=limiter
                 )
         except anyio.get_cancelled_exc_class():
             raise
@@ -296,7 +298,7 @@ class EngineLoop:
         else:
             self._live.start([submission])
         finally:
-            self._preparing -= 1
+            self._preparing.discard(submission)
             self._bell.ring()
 
     async def _wait_for_oldest(self, tasks: TaskGroup) -> None:
@@ -346,7 +348,7 @@ class EngineLoop:
         cache, scheduler, steps = self._cache, self._scheduler, self._steps
         self._desk.stats = EngineStats(
             state=self._desk.state,
-            waiting=scheduler.waiting + self._preparing,
+            waiting=scheduler.waiting + sum(not submission.ended for submission in self._preparing),
             running=scheduler.running,
             paused=scheduler.paused,
             parked=self._live.parked,

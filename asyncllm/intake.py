@@ -214,7 +214,8 @@ class Intake:
             prompt_ids = self._prompt_ids(kept) if ids is None else ids
             return self._ready(prompt_ids, params, options, seed, request_id, sequence, own, tools)
 
-        deferred = ids is None or (structure is not None and constraint is None)
+        compiles = structure is not None and constraint is None
+        deferred = ids is None or compiles
         return Submission(
             request_id=request_id,
             sink=sink,
@@ -224,6 +225,7 @@ class Intake:
             ready=None if deferred else prepare(-1),
             timeout_seconds=options.timeout,
             buffer_tokens=options.buffer_tokens,
+            compiles=compiles,
         )
 
     def _check_params(self, params: SamplingParams) -> None:

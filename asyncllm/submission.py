@@ -102,6 +102,7 @@ class Submission:
         params: as the caller gave them.
         seed: of its draws.
         prepare: makes the ready request, from the sequence number drawn at the call; may take long or raise.
+        compiles: whether it compiles a structure, which may take seconds.
         ready: what `prepare` gives, where the caller has it already.
         deadline: on the clock of `time.monotonic`; None for no timeout.
         timeout_seconds: what the caller gave, for the message.
@@ -125,6 +126,7 @@ class Submission:
         "admitted",
         "admitted_at",
         "buffer_tokens",
+        "compiles",
         "deadline",
         "ended",
         "first_token_at",
@@ -157,12 +159,14 @@ class Submission:
         ready: ReadyRequest | None,
         timeout_seconds: float | None,
         buffer_tokens: int | None,
+        compiles: bool = False,
     ) -> None:
         self.request_id = request_id
         self.sink = sink
         self.params = params
         self.seed = seed
         self.prepare = prepare
+        self.compiles = compiles
         self.ready = ready
         self.timeout_seconds = timeout_seconds
         self.buffer_tokens = buffer_tokens
@@ -185,3 +189,7 @@ class Submission:
     def request(self) -> Request | None:
         """The scheduler's request, once its prompt is ready."""
         return None if self.ready is None else self.ready.request
+
+    def prepare_unless_ended(self) -> ReadyRequest | None:
+        """Do on a worker thread what takes long; nothing for who left before a thread was free."""
+        return None if self.ended or self.prepare is None else self.prepare(self.sequence)

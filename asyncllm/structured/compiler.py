@@ -64,7 +64,7 @@ class StructureCompiler:
         self._checked = functools.lru_cache(maxsize=_KEPT)(_checked_grammar)
         self._compiled: collections.OrderedDict[Structure, LLMatcher] = collections.OrderedDict()
         self._compiled_lock = threading.Lock()  # held for O(1)
-        self._compiling_lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()  # held while the vocabulary is read
         self._own_tokenizer: LLTokenizer | None = None
 
     def check(self, structure: Structure) -> None:
@@ -82,7 +82,7 @@ class StructureCompiler:
             if matcher is None:
                 return None
             self._compiled.move_to_end(structure)
-            return GrammarConstraint(matcher.deep_copy(), mask_words=-(-self._vocab_size // 32))
+            return self._constraint(matcher)
 
     def compile(self, structure: Structure) -> GrammarConstraint:
         """Return a constraint, compiled if need be; the first for a model reads the vocabulary too.
@@ -90,23 +90,25 @@ class StructureCompiler:
         Raises:
             InvalidRequestError: says what is wrong with the structure.
         """
-        with self._compiling_lock:
-            constraint = self.compiled(structure)
-            if constraint is None:
-                self._keep(structure, self._matcher(structure))
-                constraint = self.compiled(structure)
+        constraint = self.compiled(structure)
         if constraint is None:
-            raise RuntimeError(f"{structure.kind} was compiled and is not there")
+            matcher = self._matcher(structure)
+            constraint = self._constraint(matcher)
+            self._keep(structure, matcher)
         return constraint
+
+    def _constraint(self, matcher: LLMatcher) -> GrammarConstraint:
+        return GrammarConstraint(matcher.deep_copy(), mask_words=-(-self._vocab_size // 32))
 
     def _matcher(self, structure: Structure) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # noqa: PLC0415  # only where a request asks for structure
 
-        if self._own_tokenizer is None:
-            self._own_tokenizer = LLTokenizer(
-                _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0]),  # type: ignore[arg-type]
-                eos_token=self._eos_token_ids,
-            )
+        with self._vocabulary_lock:
+            if self._own_tokenizer is None:
+                self._own_tokenizer = LLTokenizer(
+                    _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0]),  # type: ignore[arg-type]
+                    eos_token=self._eos_token_ids,
+                )
         limits = LLParserLimits(verbose_errors=False)  # errors are shown to the caller
         matcher = LLMatcher(self._own_tokenizer, self._checked(structure), log_level=0, limits=limits)
         if matcher.is_error():

@@ -8,10 +8,20 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import anyio.to_thread
 import jsonschema
 import pytest
 
-from asyncllm import Engine, InvalidRequestError, PromptTooLongError, RequestFailedError
+from asyncllm import (
+    DeadlineExceededError,
+    Engine,
+    EngineClosedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+)
+from asyncllm.engine_loop import PREPARING_THREADS
+from asyncllm.intake import SHORT_TEXT_CHARACTERS
 from asyncllm.model.open import TorchBackend
 from asyncllm.scheduler.scheduler import Scheduler
 from asyncllm.structured.compiler import StructureCompiler
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+    from llguidance import LLMatcher
 
     from asyncllm import Completion, StepRecord
     from asyncllm.structure import Structure
@@ -235,6 +246,90 @@ def test_a_structure_is_compiled_on_a_worker_thread_once(monkeypatch: pytest.Mon
             assert thread not in {threading.current_thread(), *engine_threads}
 
     anyio.run(main)
+
+
+def test_a_slow_structure_holds_up_nobody_else_and_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held while they compile: one holds up no other structure, several hold up no text, all can be left and closed."""
+    reached, let_go = threading.Semaphore(0), threading.Event()
+    compiled: list[str] = []
+    matcher_of = StructureCompiler._matcher
+
+    def holding(self: StructureCompiler, structure: Structure) -> LLMatcher:
+        compiled.append(structure.source)
+        if structure.source.startswith("slow"):
+            reached.release()
+            let_go.wait()
+        return matcher_of(self, structure)
+
+    monkeypatch.setattr(StructureCompiler, "_matcher", holding)
+
+    async def main() -> None:
+        async with scripted_engine({}, default="ab", kv_pool_tokens=16384) as engine:
+            idle = await Idle.watch(engine)
+            slow = [engine.stream("a", regex="slow1")]
+            await anyio.to_thread.run_sync(reached.acquire)
+            assert (await engine.generate("a", choices=["ab"])).text == "ab"
+            slow += [engine.stream("a", regex=f"slow{number}") for number in range(2, 6)]
+            await anyio.to_thread.run_sync(reached.acquire)
+            long_text = "a" * (SHORT_TEXT_CHARACTERS + 1)
+            for completion in await engine.generate_all([long_text] * 3, max_tokens=4):
+                assert completion.usage.prompt_tokens > SHORT_TEXT_CHARACTERS
+            for stream in slow[:2]:
+                assert stream.abort()
+                assert (await stream.result()).finish_reason == "aborted"
+            with pytest.raises(DeadlineExceededError):
+                await engine.generate("a", regex="slow6", timeout=0.01)
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await slow[2].result()
+            await slow[2].aclose()
+            assert not let_go.is_set()
+            assert len([source for source in compiled if source.startswith("slow")]) == 2
+            assert slow[3].abort()
+            engine.abort(slow[4].request_id)
+            await idle.check()
+            waiting = engine.stream("a", regex="slow7")
+        with pytest.raises(EngineClosedError):  # closed while two are held
+            await waiting.result()
+
+    try:
+        anyio.run(main)
+    finally:
+        let_go.set()
+
+
+def test_who_left_before_a_thread_was_free_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, let_go = threading.Semaphore(0), threading.Event()
+    compiled: list[str] = []
+    compile_ = StructureCompiler.compile
+
+    def holding(self: StructureCompiler, structure: Structure) -> GrammarConstraint:
+        compiled.append(structure.source)
+        if structure.source.startswith("slow"):
+            reached.release()
+            let_go.wait()
+        return compile_(self, structure)
+
+    monkeypatch.setattr(StructureCompiler, "compile", holding)
+
+    async def main() -> None:
+        async with scripted_engine({}, default="ab") as engine:
+            slow = [engine.stream("a", regex=f"slow{number}") for number in range(PREPARING_THREADS)]
+            for _ in slow:
+                await anyio.to_thread.run_sync(reached.acquire)
+            left, stays = engine.stream("a", regex="left"), engine.stream("a", regex="stays")
+            await left.aclose()
+            await engine.check_integrity_async()  # answered after the engine has heard of it
+            let_go.set()
+            assert (await stays.result()).text == "stays"
+            for stream in slow:
+                await stream.aclose()
+        assert "left" not in compiled
+
+    try:
+        anyio.run(main)
+    finally:
+        let_go.set()
 
 
 def test_warming_up_reads_the_vocabulary(tiny_model: TinyModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
