@@ -1,4 +1,7 @@
-"""Closing an engine whose thread hangs ends in bounded time: everybody is told, and the thread is left to itself."""
+"""Nobody waits for an engine thread that does not answer any more.
+
+Closing an engine whose thread hangs ends in bounded time: everybody is told, and the thread is left to itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,16 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from asyncllm import ConfigurationError, Engine, EngineClosedError, EngineConfig, EngineState
+from asyncllm import (
+    ConfigurationError,
+    Engine,
+    EngineClosedError,
+    EngineConfig,
+    EngineFailedError,
+    EngineState,
+    IntegrityError,
+)
+from asyncllm.engine_loop import EngineLoop
 from asyncllm.testing import HashedTokens, ScriptedModel, scripted_engine
 from helpers.loops import HANG_GUARD_SECONDS, both_loops, on_loop
 
@@ -22,7 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from asyncllm import StepRecord, TokenStream
-    from asyncllm.backend import OpenBackend, Progress
+    from asyncllm.backend import LaunchedStep, OpenBackend, Progress
+    from asyncllm.scheduler.batch import Batch
+    from asyncllm.wakeups import Reply
 
 AT_ONCE: Final = 0.01  # nothing that hangs here comes back before it is let go, so any bound does
 NEVER: Final = 3600.0  # and what is only slow is let go by the test
@@ -370,3 +384,39 @@ def test_the_interpreter_exits_though_a_step_hangs() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("was open at exit") == 1, done.stderr
     assert done.stderr.count("is left to itself") == 1, done.stderr
+
+
+class FailsWithCallsUnread(ScriptedModel):
+    """A model whose first step makes the engine fail, while a caller waits for an answer that nobody will give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.replies: list[Reply[None]] = []
+
+    def open(self, config: EngineConfig, progress: Progress) -> OpenBackend:
+        """Have the launch of a step fail, behind the engine's last look at its messages."""
+        opened = super().open(config, progress)
+
+        def launch(_batch: Batch) -> LaunchedStep:
+            caller = threading.Thread(target=self._ask)
+            caller.start()
+            caller.join()
+            raise IntegrityError("simulated: a page is missing")
+
+        opened.runner.launch = launch  # type: ignore[method-assign]
+        return opened
+
+    def _ask(self) -> None:
+        assert self.engine is not None
+        self.replies.append(self.engine._call(EngineLoop.check_integrity))
+
+
+def test_a_call_that_the_engine_did_not_read_before_it_failed_is_told() -> None:
+    model = FailsWithCallsUnread()
+    with scripted_engine(model) as engine:
+        model.engine = engine
+        with pytest.raises(EngineFailedError):
+            read_blocking(engine.stream(PROMPT))
+        with pytest.raises(EngineFailedError, match="a page is missing"):
+            model.replies[0].get_blocking(HANG_GUARD_SECONDS)
