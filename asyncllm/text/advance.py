@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from asyncllm.text.detokenizer import Detokenizer
-from asyncllm.text.stop_strings import StopMatcher
+from asyncllm.text.stop_strings import Released, StopMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -115,7 +115,7 @@ class TextProgress:
             if stop is None and self.tools is not None and token_id in self.tools.marks:
                 text += self._text.break_off()  # it stands before the mark, which is no text
             if stop is None and (ends or self._left <= 0):
-                rest, stop = self._text.finish()
+                rest, stop = self._text.finish(stoppable=self._early < 0)
                 text += rest
         if stop is not None:
             return TextStep(text, "stop", stop)
@@ -129,29 +129,46 @@ class TextProgress:
 class _StoppableText:
     """A completion's text, up to the first stop text; both methods return the text that is certain and that stop."""
 
-    __slots__ = ("_detokenizer", "_matcher")
+    __slots__ = ("_detokenizer", "_early", "_matcher")
 
     def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._early = ""  # text that was complete when stops did not count yet, and is still held back
 
     def add(self, token_id: int, *, stoppable: bool) -> tuple[str, str | None]:
+        text = self._detokenizer.add(token_id)
+        if not self._matcher.stops:
+            return text, None
         if not stoppable:
-            return self._matcher.pass_over(self._detokenizer.add(token_id)), None
-        released = self._matcher.feed(self._detokenizer.add(token_id))
-        if released.stop is None and self._matcher.stops:
+            self._early = self._detokenizer.pending() or ("" if text else self._early)
+            return self._matcher.pass_over(text), None
+        released = self._feed(text)
+        if released.stop is None:
             # A stop in text that a later token could still change counts: ending here makes that text certain.
             pending = self._detokenizer.pending()
-            if pending and self._matcher.completes(pending):
-                rest, stop = self.finish()
+            if pending and self._matcher.completes(pending, after=len(self._early)):
+                rest, stop = self.finish(stoppable=True)
                 return released.text + rest, stop
         return released.text, released.stop
+
+    def _feed(self, text: str) -> Released:
+        early, self._early = self._early, ""
+        known = text[: len(early)]
+        if not early.startswith(known):  # a later token changed it: as it is now, it was not complete
+            known = ""
+        else:
+            self._early = early[len(known) :]
+        before = self._matcher.pass_over(known) if known else ""
+        released = self._matcher.feed(text[len(known) :])
+        return Released(before + released.text, released.stop)
 
     def break_off(self) -> str:
         return self._matcher.break_off()
 
-    def finish(self) -> tuple[str, str | None]:
-        released = self._matcher.feed(self._detokenizer.finish())
+    def finish(self, *, stoppable: bool) -> tuple[str, str | None]:
+        text = self._detokenizer.finish()
+        released = self._feed(text) if stoppable else Released(self._matcher.pass_over(text), None)
         if released.stop is None:
             return released.text + self._matcher.finish(), None
         return released.text, released.stop

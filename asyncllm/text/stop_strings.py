@@ -125,10 +125,11 @@ class StopMatcher:
             pattern.matched = 0
         return self.finish()
 
-    def completes(self, text: str) -> bool:
-        """Whether `text`, if it came next, would complete a stop; changes nothing."""
+    def completes(self, text: str, *, after: int = 0) -> bool:
+        """Whether `text`, if it came next, would complete a stop after so many of its characters; changes nothing."""
         buffer = self._held + text
-        return any(stop in buffer for stop in self.stops)
+        end = len(self._held) + after
+        return any(buffer.find(stop, max(end - len(stop) + 1, 0)) >= 0 for stop in self.stops)
 
     def finish(self) -> str:
         """Return the text still held back: the stream ended without a stop."""

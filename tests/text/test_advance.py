@@ -32,6 +32,7 @@ def follow(
     include_stop: bool = False,
     skip_special_tokens: bool = True,
     max_tokens: int = 1000,
+    min_tokens: int = 0,
 ) -> list[TextStep]:
     """Return the steps up to the one that ends the request."""
     progress = TextProgress(
@@ -43,6 +44,7 @@ def follow(
         include_stop=include_stop,
         skip_special_tokens=skip_special_tokens,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
     )
     steps = []
     for token_id in ids:
@@ -171,6 +173,40 @@ def test_stop_wins_over_length_on_the_same_token(tokenizer: Tokenizers) -> None:
     assert outcome(follow(byte_level, ids, stop_texts=["##"], max_tokens=4)) == ("ab", "stop", "##")
     assert outcome(follow(byte_level, ids, stop_ids=[ids[2]], max_tokens=3)) == ("ab", "stop", ids[2])
     assert outcome(follow(byte_level, [*ids, EOS], max_tokens=5)) == ("ab##", "stop", None)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "gemma"])
+def test_with_as_many_least_tokens_as_most_no_stop_text_counts(tokenizer: Tokenizers, kind: str) -> None:
+    ids = spell(tokenizer(kind), "a#b\n")
+    for stop in ("#", "b\n", "\n"):
+        steps = follow(tokenizer(kind), ids, stop_texts=[stop], min_tokens=4, max_tokens=4)
+        assert outcome(steps) == ("a#b\n", "length", None)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "gemma"])
+@given(data=st.data())
+def test_the_first_stop_text_that_completes_after_the_least_tokens_ends(
+    tokenizer: Tokenizers, kind: str, data: st.DataObject
+) -> None:
+    """One byte a token: text is complete where characters are, held back or not."""
+    text = data.draw(st.text("ab\né", min_size=1, max_size=8))
+    stops = data.draw(st.lists(st.text("ab\né", min_size=1, max_size=3), min_size=1, max_size=3))
+    ids = spell(tokenizer(kind), text)
+    least, include = data.draw(st.integers(0, len(ids))), data.draw(st.booleans())
+    complete = [len(text.encode()[:count].decode(errors="ignore")) for count in range(len(ids) + 1)]
+    found = [
+        (start + len(stop), start, stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > complete[least]
+    ]
+    steps = follow(tokenizer(kind), ids, stop_texts=stops, min_tokens=least, max_tokens=len(ids), include_stop=include)
+    if found:
+        end, start, stop = min(found)
+        assert outcome(steps) == (text[: end if include else start], "stop", stop)
+        assert len(steps) == complete.index(end)
+    else:
+        assert outcome(steps) == (text, "length", None)
 
 
 def test_stop_in_byte_tokens_ends_at_once(tokenizer: Tokenizers) -> None:
