@@ -209,6 +209,21 @@ def test_the_first_stop_text_that_completes_after_the_least_tokens_ends(
         assert outcome(steps) == (text, "length", None)
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma"])
+def test_early_stop_texts_in_a_run_of_bytes_stay_early_whatever_becomes_of_the_run(
+    tokenizer: Tokenizers, kind: str
+) -> None:
+    newline, letter, first, second = spell(tokenizer(kind), "\nbé")
+    ends = {"stop_texts": ["\n", "\ufffd"], "min_tokens": 2}
+    within = [newline, first, second]  # after two tokens the run ends within a character
+    assert outcome(follow(tokenizer(kind), within, **ends, max_tokens=3)) == ("\né", "length", None)  # type: ignore[arg-type]
+    assert outcome(follow(tokenizer(kind), within[:2], **ends, max_tokens=2)) == ("\ufffd" * 2, "length", None)  # type: ignore[arg-type]
+    broken = [newline, letter, letter, second]  # no text as a whole: nothing of it was certain
+    steps = follow(tokenizer(kind), broken, stop_texts=["\n"], min_tokens=2, max_tokens=4)
+    assert outcome(steps) == ("\ufffd" * 4, "length", None)
+    assert [step.text for step in steps[:-1]] == [""] * 3
+
+
 def test_stop_in_byte_tokens_ends_at_once(tokenizer: Tokenizers) -> None:
     """A newline is a byte token of llama 2: the request ends with it, not one token later."""
     sentencepiece = tokenizer("sentencepiece")
