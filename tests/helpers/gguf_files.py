@@ -101,7 +101,9 @@ def write_gguf(
         f"{architecture}.rope.dimension_count": config.head_dim,
     }
     for key, value in (described | dict(settings or {})).items():
-        if value is not None:
+        if key == "general.alignment":
+            writer.add_custom_alignment(int(str(value)))
+        elif value is not None:
             _add(writer, key, value)
     wanted = gguf.GGMLQuantizationType[kind]
     for name, shape in tensor_shapes(config).items():

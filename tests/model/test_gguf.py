@@ -92,6 +92,22 @@ def test_a_file_gives_shape_and_tensors_of_the_same_model_in_safetensors(
         assert np.array_equal(weights.get(name).numpy(), values), name
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+@pytest.mark.parametrize("alignment", [1, 2, 64])
+def test_tensors_are_found_at_any_alignment(tiny_model: TinyModel, tmp_path: Path, kind: str, alignment: int) -> None:
+    folder, key = tiny_model("qwen2", **WIDE), "a" * 8  # so that the header ends at an odd byte
+    path = write(tmp_path, folder, kind=kind, settings={"general.alignment": alignment, "general.name": key})
+    offsets = [tensor.offset for tensor in read_gguf_header(path).tensors.values()]
+    assert all(offset % alignment == 0 for offset in offsets)
+    assert any(offset % 2 for offset in offsets) == (alignment == 1)
+    weights = GgufWeights(path)
+    by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name in weights.names():
+        tensor = by_name[gguf_name(name)]
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(weights.get(name).numpy(), expected), name
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_each_type_is_unpacked_to_what_it_means(
     tiny_model: TinyModel, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

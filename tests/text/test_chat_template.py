@@ -359,6 +359,31 @@ def test_final_message_without_text_cannot_be_continued(chat: Callable[..., Toke
         )
 
 
+@pytest.mark.parametrize(
+    ("names", "tools", "chosen"),
+    [
+        (("default", "tool_use"), None, "default"),
+        (("default", "tool_use"), [], "default"),
+        (("default", "tool_use"), [{"name": "quick"}], "tool_use"),
+        (("default", "rag"), [{"name": "quick"}], "default"),
+        (("tool_use",), [{"name": "quick"}], "tool_use"),
+        (("tool_use",), [], None),
+        (("tool_use", "rag"), None, None),
+    ],
+)
+def test_the_template_for_tools_is_taken_where_there_are_tools(
+    names: tuple[str, ...], tools: list[dict[str, object]] | None, chosen: str | None
+) -> None:
+    template = ChatTemplate({name: name for name in names}, special_tokens={})
+    tokenizer = Tokenizer(tiny_tokenizer("byte level"), chat_template=template)
+    messages = [{"role": "user", "content": "hi"}]
+    if chosen is None:
+        with pytest.raises(InvalidRequestError, match=f"no default chat template, only {', '.join(names)}"):
+            tokenizer.render_chat(messages, tools=tools)
+    else:
+        assert tokenizer.decode(tokenizer.render_chat(messages, tools=tools)) == chosen
+
+
 def test_model_with_named_templates_only_says_so() -> None:
     template = ChatTemplate({"rag": "x"}, special_tokens={})
     tokenizer = Tokenizer(tiny_tokenizer("byte level"), chat_template=template)
