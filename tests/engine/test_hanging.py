@@ -404,7 +404,7 @@ class FailsWithCallsUnread(ScriptedModel):
             caller.join()
             raise IntegrityError("simulated: a page is missing")
 
-        opened.runner.launch = launch  # type: ignore[method-assign]
+        opened.runner.launch = launch  # type: ignore[assignment]  # not the parameter's name
         return opened
 
     def _ask(self) -> None:
