@@ -151,14 +151,14 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(attending: NativeLibrar
     assert torch.equal(together[:1], alone)
 
 
-@pytest.mark.parametrize("page_size", [64, 256])
+@pytest.mark.parametrize("page_size", [50, 64, 256])
 def test_rows_that_share_pages_have_the_bits_that_each_has_alone(attending: NativeLibrary, page_size: int) -> None:
-    """More rows than read a part together, some of which share two parts, some one, one none."""
+    """More rows than read a part together; some share two parts, one a part and some of the next, one none."""
     lens = [560, 513, 800, 530, 600, 512, 700, 515, 516, 517, 518, 519, 300, 90]
     pages, queries = Pages(lens, page_size), random(len(lens), HEADS, HEAD_DIM)
     for row, length in enumerate(lens[:-1]):
         if row != 2:
-            shared = (512 if length >= 512 else 256) // page_size
+            shared = 512 // page_size if length >= 512 else -(-length // page_size)
             pages.table[row, :shared] = pages.table[2, :shared]
     together = attend(attending, pages, queries, [1] * len(lens), lens)
     for row, length in enumerate(lens):
@@ -175,6 +175,20 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(library: NativeLibrary) ->
     for first, last in ((0, 2), (2, 75), (75, 200), (64, 128), (190, 200)):
         part = attend(library, pages, queries[first:last], [last - first], [last])
         assert torch.equal(part, whole[first:last])
+
+
+def test_what_comes_later_or_belongs_to_nobody_changes_nothing(library: NativeLibrary) -> None:
+    """Its weight is zero, not just small; and nothing that is not finite is multiplied by it."""
+    if not library.can_attend_tiles:
+        pytest.skip("the processor has no matrix unit")
+    pages, queries = Pages([100], 128), random(100, HEADS, HEAD_DIM)
+    keys, values = (torch.full((2, 128, KV_HEADS, HEAD_DIM), torch.nan, dtype=BF16, device="cpu") for _ in "kv")
+    keys[1], values[1] = pages.keys[pages.table[0, 0]], pages.values[pages.table[0, 0]]
+    pages.keys, pages.values, pages.table = keys, values, np.ones((1, 1), dtype=np.int32)
+    before = attend(library, pages, queries, [100], [100])
+    values[1, 90:100] = 3e38
+    assert torch.equal(attend(library, pages, queries, [100], [100])[:90], before[:90])
+    assert before.isfinite().all()
 
 
 def test_scores_of_any_size_give_finite_results(attending: NativeLibrary) -> None:

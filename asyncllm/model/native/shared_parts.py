@@ -44,11 +44,11 @@ class SharedParts:
         starts: Ints = np.concatenate([[0], np.cumsum(-(-kv_lens // PART_KEYS))]).astype(np.int32)
         pages, remainder = divmod(PART_KEYS, rows.page_size)
         items: list[list[tuple[int, int]]] = []
-        found: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
+        found: dict[bytes, list[tuple[int, int]]] = {}  # by their pages
         for row, kv_len in enumerate(kv_lens):
             whole = 0 if remainder else kv_len // PART_KEYS
             for index, part in enumerate(range(starts[row], starts[row + 1])):
-                key = index, table[row, index * pages : (index + 1) * pages].tobytes()
+                key = table[row, index * pages : (index + 1) * pages].tobytes()
                 item = found.get(key) if index < whole else None
                 if item is None or len(item) == at_most:
                     items.append(item := [])
