@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import traceback
 import warnings
@@ -98,6 +99,7 @@ class EngineLoop:
         self.closed: Reply[None] = Reply()
         self.drained: Reply[None] = Reply()
         self._listeners: tuple[Callable[[StepRecord], object], ...] = ()
+        self._listeners_lock = threading.Lock()  # of callers and this thread; never held while one is called
         self.gave_up = False  # set before `closed`
         self._preparing: set[Submission] = set()
         self._at_work = False
@@ -371,14 +373,16 @@ class EngineLoop:
 
     def add_listener(self, listener: Callable[[StepRecord], object]) -> None:
         """Call `listener` with each step's record from now on."""
-        self._listeners = (*self._listeners, listener)
+        with self._listeners_lock:
+            self._listeners = (*self._listeners, listener)
 
     def remove_listener(self, listener: Callable[[StepRecord], object]) -> None:
         """Undo one `add_listener`; nothing if it is not there."""
-        left = list(self._listeners)
-        if listener in left:
-            left.remove(listener)
-        self._listeners = tuple(left)
+        with self._listeners_lock:
+            left = list(self._listeners)
+            if listener in left:
+                left.remove(listener)
+            self._listeners = tuple(left)
 
     def _tell_listeners(self, record: StepRecord) -> None:
         for listener in self._listeners:
