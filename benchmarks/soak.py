@@ -32,6 +32,7 @@ import asyncllm
 from asyncllm.request import Request
 from asyncllm.submission import Submission
 from asyncllm.testing import HashedTokens, ScriptedModel, check_nothing_left
+from asyncllm.testing.engines import collect_garbage
 
 if TYPE_CHECKING:
     from asyncllm import Engine, TokenStream
@@ -278,12 +279,12 @@ class Soak:
 
     def _check(self) -> None:
         """Look for what the wave has left."""
-        gc.collect()
+        collect_garbage()
         try:
             check_nothing_left(self._engine)
         except (AssertionError, asyncllm.IntegrityError) as error:
             self.report.leaks.append(str(error))
-        gc.collect()
+        collect_garbage()
         kept = count_objects() - self._kept_before
         if kept > 2:  # the engine thread's own variables may hold the last one
             self.report.leaks.append(f"{kept} objects of requests are left")

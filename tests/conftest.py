@@ -24,11 +24,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may reach for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# No deadline and no check of slowness: the machine may be busy with something else.
-settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
-settings.register_profile("long", parent=settings.get_profile("default"), max_examples=2000)
-settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
+# No deadline and no check of slowness: the machine may be busy with something else. And the same examples each time:
+# `pytest --hypothesis-profile long` looks for others.
+settings.register_profile(
+    "default", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("long", parent=settings.get_profile("default"), derandomize=False, max_examples=2000)
+settings.load_profile("default")
 
 JOIN_SECONDS = 60.0  # a hang guard: a thread that is ending needs at most its step in flight
 

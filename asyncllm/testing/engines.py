@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["as_model", "check_nothing_left", "collect_garbage", "scripted_engine"]
 
 _STEPS_OF_AN_END: Final = 3  # two launched steps may name a request that was left, and one may have begun before
-_PATIENCE_SECONDS: Final = 10.0  # for a caller's message and a slow step; a paused request never ends by itself
+_PATIENCE_SECONDS: Final = 30.0  # for a caller's message and a slow step; a paused request never ends by itself
 
 
 def scripted_engine(

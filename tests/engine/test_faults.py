@@ -228,10 +228,10 @@ def reader_on_a_loop_of_its_own(stream: TokenStream) -> Iterator[asyncio.Abstrac
 
     thread = threading.Thread(target=run)
     thread.start()
-    waiting.wait(60)
+    waiting.wait(300)
     try:
         yield loop
     finally:
         with contextlib.suppress(RuntimeError):  # it is closed
             ring(loop.stop)
-        thread.join(60)
+        thread.join(300)

@@ -283,7 +283,7 @@ class SlowTextModel(ScriptedModel):
         def slow_encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
             if len(text) > 1000:
                 self.reached.set()
-                assert self.released.wait(60)
+                assert self.released.wait(300)
             return encode(text, add_special_tokens=add_special_tokens)
 
         opened.tokenizer.encode = slow_encode  # type: ignore[method-assign]
@@ -300,7 +300,7 @@ def test_an_abort_works_before_the_prompt_is_tokenized(library: str) -> None:
             idle = await Idle.watch(engine)
             computed = engine.stats().prompt_tokens
             stream = engine.stream("x" * 3000, max_tokens=30)
-            model.reached.wait(60)
+            model.reached.wait(300)
             assert engine.abort(stream.request_id)
             completion = await stream.result()
             assert (completion.finish_reason, completion.token_ids) == ("aborted", ())

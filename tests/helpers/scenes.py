@@ -140,12 +140,12 @@ def held_engine_thread(engine: Engine) -> Iterator[None]:
 
     def stand() -> None:
         entered.set()
-        gate.wait(60)
+        gate.wait(300)
 
     opening = engine._life.opening
     assert opening is not None
     opening.inbox.post(Call(stand, Reply()))
-    entered.wait(60)
+    entered.wait(300)
     try:
         yield
     finally:

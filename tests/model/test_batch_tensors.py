@@ -15,7 +15,7 @@ from asyncllm.model.batch_tensors import BatchTensors, StagedBatch, StepInputs
 from helpers.batches import Row, make_batch
 
 CPU = torch.device("cpu")
-GUARD = 30.0
+GUARD = 300.0
 
 
 def staging(*, buffers: int = 2, slots: int = 8, pages: int = 16, tokens: int = 256) -> BatchTensors:

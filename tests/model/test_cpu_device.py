@@ -19,7 +19,7 @@ from asyncllm.scheduler.batch import StepResult
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GUARD = 30.0
+GUARD = 300.0
 
 
 @pytest.fixture

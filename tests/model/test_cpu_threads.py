@@ -48,7 +48,7 @@ class TinyModelFolder(Protocol):
 def test_openmps_threads_end_with_the_work() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60, env=environment
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
 

@@ -364,6 +364,6 @@ with LLM(sys.argv[1], kv_pool_tokens=256, device="cpu", cpu_threads=1) as llm:
     print(sorted(name for name in set(sys.modules) - before if name.startswith("transformers")))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tiny_model())], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program, str(tiny_model())], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.stdout.strip() == "[]", done.stderr

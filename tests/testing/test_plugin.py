@@ -65,7 +65,7 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     """Run a file of tests with the plugin, warnings as errors."""
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (folder / "test_it.py").write_text(test, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--timeout=30"]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--timeout=300"]
     return subprocess.run(
         [*command, "-o", "asyncio_default_fixture_loop_scope=function", str(folder)],
         capture_output=True,

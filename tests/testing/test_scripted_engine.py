@@ -213,7 +213,7 @@ def test_a_cycle_is_freed_though_another_thread_was_collecting(monkeypatch: pyte
     def stand(phase: str, _: object) -> None:
         if phase == "start" and threading.current_thread() is other:
             collecting.set()
-            tried.wait(60)
+            tried.wait(300)
 
     def sleep(seconds: float) -> None:
         tried.set()
@@ -225,7 +225,7 @@ def test_a_cycle_is_freed_though_another_thread_was_collecting(monkeypatch: pyte
     gc.callbacks.append(stand)
     try:
         other.start()
-        collecting.wait(60)
+        collecting.wait(300)
         held = Held()
         held.itself = held
         gone = weakref.ref(held)

@@ -187,7 +187,7 @@ def test_steps_end_in_launch_order_and_call_back_once(
         held.wait_reached()
         assert [step.done() for step in steps] == [False] * 3
         assert order == []
-    assert last.wait(60)
+    assert last.wait(300)
     assert order == [0, 1, 2]
     steps[0].call_when_done(lambda: order.append(9))
     assert order == [0, 1, 2, 9]

@@ -84,9 +84,16 @@ def test_vocabulary_and_named_ids(tokenizer: Tokenizers) -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizers) -> None:
-    """B103: in the middle of the work, not only before and after it."""
+    """B103: in the middle of the work, not only before and after it; on a busy machine not every time."""
     seen: list[float] = []
     over = threading.Event()
+
+    def ran_in_the_middle() -> bool:
+        start = time.perf_counter()
+        tokenizer("byte level").encode("The quick brown fox isn't here. " * 15_000)
+        end = time.perf_counter()
+        quarter = (end - start) / 4
+        return any(start + quarter < moment < end - quarter for moment in seen)
 
     def watch() -> None:
         while not over.is_set():
@@ -95,14 +102,10 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizers) -
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        start = time.perf_counter()
-        tokenizer("byte level").encode("The quick brown fox isn't here. " * 15_000)
-        end = time.perf_counter()
+        assert any(ran_in_the_middle() for _ in range(20))
     finally:
         over.set()
         watcher.join()
-    quarter = (end - start) / 4
-    assert any(start + quarter < moment < end - quarter for moment in seen)
 
 
 def test_any_number_of_threads_at_once(tokenizer: Tokenizers) -> None:
