@@ -27,6 +27,7 @@ from asyncllm.intake import ChatTurn, RequestOptions, SamplingFields, mappings
 from asyncllm.lifecycle import Lifecycle
 from asyncllm.mailbox import Mailbox
 from asyncllm.outputs import EngineState, EngineStats
+from asyncllm.plain_values import as_integer
 from asyncllm.progress import progress_bar
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -381,12 +382,13 @@ class Engine:
 
         Cancelling the call ends all of them.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        count = as_integer(n)
+        if count is None or count < 1:
             raise InvalidRequestError(f"n must be an integer >= 1, not {n!r}")
         base = with_fields(params or SamplingParams(), fields)
         opening, intake = self._life.open_intake()
         seed = intake.draw_seed() if base.seed is None else base.seed
-        each = [dataclasses.replace(base, seed=(seed + i) % 2**63) for i in range(n)]
+        each = [dataclasses.replace(base, seed=(seed + i) % 2**63) for i in range(count)]
         options = RequestOptions(
             timeout=timeout,
             priority=priority,
@@ -394,14 +396,14 @@ class Engine:
             # A cache that keeps nothing would not share the prompt either: the samples get a place of their own.
             sample_group=opening.desk.new_id() if self._given.prefix_cache == "none" else "",
         )
-        run = self.batch_run([prompt] * n, each, {}, options)
+        run = self.batch_run([prompt] * count, each, {}, options)
         samples: dict[int, Completion] = {}
         async with contextlib.aclosing(self._outcomes(run)) as outcomes:
             async for index, outcome in outcomes:
                 if isinstance(outcome, Exception):
                     raise outcome
                 samples[index] = outcome
-        return [samples[index] for index in range(n)]
+        return [samples[index] for index in range(count)]
 
     async def _outcomes(self, run: BatchRun) -> AsyncGenerator[tuple[int, Completion | Exception], None]:
         try:

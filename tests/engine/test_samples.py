@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from asyncllm.errors import InvalidRequestError
@@ -30,3 +31,14 @@ def test_the_prompt_of_samples_is_computed_once_and_nothing_stays_leased(prefix_
 def test_a_callers_namespace_cannot_be_that_of_samples() -> None:
     with scripted_engine() as engine, pytest.raises(InvalidRequestError, match="cache_namespace must not begin"):
         engine.stream("p", cache_namespace="\0request-0")
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, None, "2"])
+def test_a_number_of_samples_that_is_none_is_refused(n: object) -> None:
+    async def main() -> None:
+        async with scripted_engine() as engine:
+            with pytest.raises(InvalidRequestError, match=r"^n must be an integer >= 1, not "):
+                await engine.generate_samples([5, 6], n=n, max_tokens=2)  # type: ignore[arg-type]  # what is tested
+            assert len(await engine.generate_samples([5, 6], n=np.int64(2), max_tokens=2)) == 2  # type: ignore[arg-type]
+
+    asyncio.run(main())
