@@ -72,8 +72,8 @@ static inline void write_plain(bf16 *out, const bf16 *residual, const float *sum
             __mmask16 there = count - half * TILE < TILE ? (1u << (count - half * TILE)) - 1 : 0xffff;
             __m512 sum = _mm512_add_ps(_mm512_loadu_ps(from), _mm512_loadu_ps(bias + half * TILE));
             if (residual) {
-                __m256i before = _mm256_maskz_loadu_epi16(there, residual + at);
-                sum = _mm512_add_ps(sum, _mm512_cvtpbh_ps((__m256bh)before));
+                __m512i before = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, residual + at));
+                sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(before, 16)));
             }
             _mm256_mask_storeu_epi16(out + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
         }
