@@ -169,7 +169,9 @@ class Lifecycle:
             self._forget_watchers()  # of an opening that closed itself
             self._finalizer = weakref.finalize(self, _close_dropped, opening, self._name, self._process_id)
             self._finalizer.atexit = False
-            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+            self._at_exit = functools.partial(
+                _close_at_exit, weakref.ref(self), weakref.ref(opening.thread), self._config.close_timeout_seconds
+            )
             atexit.register(self._at_exit)
             self._doors.engine_thread = opening.thread
             opening.thread.start()
@@ -273,7 +275,11 @@ def _close_dropped(opening: Opening, name: str, process_id: int) -> None:
         warnings.warn(f"{name} was dropped without close(); use `async with` or `with`", ResourceWarning, stacklevel=2)
 
 
-def _close_at_exit(reference: weakref.ref[Lifecycle]) -> None:
-    lifecycle = reference()
+def _close_at_exit(
+    reference: weakref.ref[Lifecycle], thread_reference: weakref.ref[threading.Thread], seconds: float
+) -> None:
+    lifecycle, thread = reference(), thread_reference()
     if lifecycle is not None:
         lifecycle.close_at_exit()
+    elif thread is not None:  # the engine was dropped just now: its thread was asked to end, and may be inside torch
+        thread.join(seconds)

@@ -420,3 +420,35 @@ def test_a_call_that_the_engine_did_not_read_before_it_failed_is_told() -> None:
             read_blocking(engine.stream(PROMPT))
         with pytest.raises(EngineFailedError, match="a page is missing"):
             model.replies[0].get_blocking(HANG_GUARD_SECONDS)
+
+
+DROPPED = """
+import time
+from asyncllm.testing import ScriptedModel, scripted_engine
+
+class SlowToClose(ScriptedModel):
+    def open(self, config, progress):
+        opened = super().open(config, progress)
+        close = opened.runner.close
+
+        def close_slowly():
+            time.sleep(0.3)
+            close()
+            print("closed", flush=True)
+
+        opened.runner.close = close_slowly
+        return opened
+
+engine = scripted_engine(SlowToClose())
+engine.start_blocking()
+del engine
+"""
+
+
+def test_the_interpreters_exit_waits_for_an_engine_that_was_dropped_just_before() -> None:
+    """A thread that is inside torch when the interpreter goes would abort it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c", DROPPED],
+        capture_output=True, text=True, check=False, timeout=HANG_GUARD_SECONDS,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
