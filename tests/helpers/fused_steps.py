@@ -209,7 +209,7 @@ class FusedSteps:
         self.config = config = ModelConfig.from_hf(reference.config.to_dict())
         source = TensorSource(reference.state_dict())
         with pytest.MonkeyPatch.context() as patch:  # on the CPU, too, weights stay as they are
-            patch.setattr("asyncllm.model.decoder.can_pack", lambda _dtype: False)
+            patch.setattr("asyncllm.model.layer_ops.can_pack", lambda _dtype: False)
             self.decoder = Decoder(
                 config, source, dtype=dtype, device=device, max_model_tokens=config.max_position_embeddings
             )
