@@ -117,9 +117,7 @@ def test_chat_takes_turns_and_reuses_the_turns_before(script: RunScript) -> None
     printed = script(EXAMPLES / "chat.py", stdin="Which city is the capital of France?\nAnd of Japan?\n")
     turns = [(int(cached), int(prompt)) for cached, prompt in re.findall(r"\[(\d+) of (\d+) prompt tokens", printed)]
     assert len(turns) == 2
-    assert all(
-        len(answer) > 10 for answer in printed.split("  [")[:2]
-    )  # words depend on how bfloat16 is rounded
+    assert all(len(answer) > 10 for answer in printed.split("  [")[:2])  # words depend on how bfloat16 is rounded
     assert turns[1][0] >= turns[0][1]
 
 

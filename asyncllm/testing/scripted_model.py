@@ -133,7 +133,8 @@ class ScriptedModel:
     def hold_at_step(self, step: int | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> HeldStep:
         """Have a step stand before it reads anything, until it is released.
 
-        Closing the engine waits for it, for `close_timeout_seconds`: release it first, best by `with model.hold_at_step() as held:`.
+        Closing the engine waits for it, for `close_timeout_seconds`: release it first, best by
+        `with model.hold_at_step() as held:`.
 
         Args:
             step: its number, from 0 at the engine's start; None: the next one that begins.
