@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from asyncllm.engine import Engine
 from asyncllm.errors import AsyncLLMError
+from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        asyncio.run(_stream(options))
+        params = SamplingParams(  # before the model is loaded: a wrong value is told at once
+            max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
+        )
+        asyncio.run(_stream(options, params))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -60,14 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _stream(options: argparse.Namespace) -> None:
+async def _stream(options: argparse.Namespace, params: SamplingParams) -> None:
     started = time.perf_counter()
     print(f"loading {options.model} ...", file=sys.stderr)
     # One caller: a small pool of slots keeps what is reserved for others free for a long answer.
     engine = Engine(options.model, device=options.device, dtype=options.dtype, max_running_requests=4)
     async with engine:
         print(f"ready after {time.perf_counter() - started:.1f} s", file=sys.stderr)
-        async with _request(engine, options) as stream:
+        async with _request(engine, options, params) as stream:
             async for token in stream:
                 print(token, end="", flush=True)
             completion = await stream.result()
@@ -75,23 +79,11 @@ async def _stream(options: argparse.Namespace) -> None:
     print(_summary(completion), file=sys.stderr)
 
 
-def _request(engine: Engine, options: argparse.Namespace) -> TokenStream:
+def _request(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> TokenStream:
     if not options.chat:
-        return engine.stream(
-            options.prompt,
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
+        return engine.stream(options.prompt, params)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return engine.chat(
-        [*system, {"role": "user", "content": options.prompt}],
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    return engine.chat([*system, {"role": "user", "content": options.prompt}], params)
 
 
 def _summary(completion: Completion) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from asyncllm.__main__ import main
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -194,3 +196,8 @@ def test_the_command_line_stops_cleanly_on_ctrl_c_and_tells_a_wrong_model() -> N
         rest = process.stderr.read()
         assert process.wait(HANG_SECONDS) == 130
     assert "Traceback" not in rest
+
+
+def test_the_command_line_tells_a_wrong_value_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hello", "--max-tokens", "-3", "--model", "/does/not/exist"]) == 1
+    assert capsys.readouterr().err == "asyncllm: max_tokens must be an integer >= 1, not -3\n"
