@@ -1,4 +1,4 @@
-"""A soak of about a minute, with coverage: nothing is lost, leaked or mixed up under callers that leave, lag, time out and ask wrongly."""
+"""A soak of a minute: nothing is lost, leaked or mixed up under callers that leave, lag, time out and ask wrongly."""
 
 from __future__ import annotations
 
