@@ -188,5 +188,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = hypothesis.settings(
-    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
