@@ -73,15 +73,25 @@ class LayerOps(Protocol):
 class PlainLayerOps:
     """`LayerOps` in plain torch, on any device; on the CPU with products of oneDNN's where they are to be had."""
 
+    def __init__(self) -> None:
+        self._packs: dict[torch.dtype, bool] = {}  # whether a trial of oneDNN's went well
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """See `LayerOps`."""
-        return PackedLinear(weight, bias) if _packs(weight) else PlainLinear(weight, bias)
+        return PackedLinear(weight, bias) if self._can_pack(weight) else PlainLinear(weight, bias)
 
     def gated_linear(
         self, gate: torch.Tensor, up: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> GatedLinear:
         """See `LayerOps`."""
-        return PackedGatedLinear(gate, up, bias) if _packs(gate) else PlainGatedLinear(gate, up, bias)
+        return PackedGatedLinear(gate, up, bias) if self._can_pack(gate) else PlainGatedLinear(gate, up, bias)
+
+    def _can_pack(self, weight: torch.Tensor) -> bool:
+        if weight.device.type != "cpu":
+            return False
+        if weight.dtype not in self._packs:
+            self._packs[weight.dtype] = can_pack(weight.dtype)
+        return self._packs[weight.dtype]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `LayerOps`."""
@@ -118,7 +128,3 @@ class _PlainPlaces:
         keys.flatten(0, 1).index_copy_(0, self._cells, qk[:, heads:])
         values.flatten(0, 1).index_copy_(0, self._cells, v)
         return qk[:, :heads]
-
-
-def _packs(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and can_pack(weight.dtype)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-    from llguidance import LLMatcher
 
     from asyncllm import Completion, StepRecord
     from asyncllm.structure import Structure
@@ -248,20 +247,26 @@ def test_a_structure_is_compiled_on_a_worker_thread_once(monkeypatch: pytest.Mon
     anyio.run(main)
 
 
-def test_a_slow_structure_holds_up_nobody_else_and_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held while they compile: one holds up no other structure, several hold up no text, all can be left and closed."""
+def hold_slow(monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[threading.Semaphore, threading.Event, list[str]]:
+    """Have a method of the compiler stand at structures that are called slow: reached, let go, the sources it got."""
     reached, let_go = threading.Semaphore(0), threading.Event()
-    compiled: list[str] = []
-    matcher_of = StructureCompiler._matcher
+    got: list[str] = []
+    original = getattr(StructureCompiler, method)
 
-    def holding(self: StructureCompiler, structure: Structure) -> LLMatcher:
-        compiled.append(structure.source)
+    def holding(self: StructureCompiler, structure: Structure) -> object:
+        got.append(structure.source)
         if structure.source.startswith("slow"):
             reached.release()
             let_go.wait()
-        return matcher_of(self, structure)
+        return original(self, structure)
 
-    monkeypatch.setattr(StructureCompiler, "_matcher", holding)
+    monkeypatch.setattr(StructureCompiler, method, holding)
+    return reached, let_go, got
+
+
+def test_a_slow_structure_holds_up_nobody_else_and_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held while they compile: one holds up no other structure, several hold up no text, all can be left and closed."""
+    reached, let_go, compiled = hold_slow(monkeypatch, "_matcher")
 
     async def main() -> None:
         async with scripted_engine({}, default="ab", kv_pool_tokens=16384) as engine:
@@ -299,18 +304,7 @@ def test_a_slow_structure_holds_up_nobody_else_and_leaves_at_once(monkeypatch: p
 
 
 def test_who_left_before_a_thread_was_free_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, let_go = threading.Semaphore(0), threading.Event()
-    compiled: list[str] = []
-    compile_ = StructureCompiler.compile
-
-    def holding(self: StructureCompiler, structure: Structure) -> GrammarConstraint:
-        compiled.append(structure.source)
-        if structure.source.startswith("slow"):
-            reached.release()
-            let_go.wait()
-        return compile_(self, structure)
-
-    monkeypatch.setattr(StructureCompiler, "compile", holding)
+    reached, let_go, compiled = hold_slow(monkeypatch, "compile")
 
     async def main() -> None:
         async with scripted_engine({}, default="ab") as engine:

@@ -35,37 +35,18 @@ class NativeLinear:
         bias: [out] or None.
     """
 
-    __slots__ = ("_bias", "_inputs", "_multiply", "_outputs", "_weight")
+    __slots__ = ("_product",)
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._multiply = library.multiply
-        self._outputs, self._inputs = weight.shape
-        self._weight = _in_blocks(weight)
-        self._bias = None if bias is None else _padded(bias.float())
+        self._product = _Product(library, weight, bias, _PLAIN, outputs=weight.shape[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
-        return self._run(x, None)
+        return self._product(x, None)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + self(x), [rows, out]."""
-        return self._run(x, residual.contiguous())
-
-    def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        x = x.contiguous()
-        out = x.new_empty((x.shape[0], self._outputs))
-        self._multiply(
-            out.data_ptr(),
-            x.data_ptr(),
-            self._weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self._outputs,
-            _PLAIN,
-        )
-        return out
+        return self._product(x, residual.contiguous())
 
 
 class NativeGatedLinear:
@@ -78,7 +59,7 @@ class NativeGatedLinear:
         bias: gate's, then up's, [out] each; or None.
     """
 
-    __slots__ = ("_bias", "_inputs", "_multiply", "_outputs", "_weight")
+    __slots__ = ("_product",)
 
     def __init__(
         self,
@@ -87,13 +68,30 @@ class NativeGatedLinear:
         up: torch.Tensor,
         bias: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self._multiply = library.multiply
-        self._outputs, self._inputs = gate.shape
-        self._weight = _in_blocks(_in_turn(gate, up))
-        self._bias = None if bias is None else _in_turn(*bias).float()
+        both = None if bias is None else _in_turn(*bias)
+        self._product = _Product(library, _in_turn(gate, up), both, _GATED, outputs=gate.shape[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out]."""
+        return self._product(x, None)
+
+
+class _Product:
+    """A call of `multiply` with its weight [sums, in] and bias [sums]; kind says how outputs are made of sums."""
+
+    __slots__ = ("_bias", "_inputs", "_kind", "_multiply", "_outputs", "_sums", "_weight")
+
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, kind: int, *, outputs: int
+    ) -> None:
+        self._multiply = library.multiply
+        self._sums, self._inputs = weight.shape
+        self._outputs = outputs
+        self._kind = kind
+        self._weight = _in_blocks(weight)
+        self._bias = None if bias is None else _padded(bias.float())
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         x = x.contiguous()
         out = x.new_empty((x.shape[0], self._outputs))
         self._multiply(
@@ -101,11 +99,11 @@ class NativeGatedLinear:
             x.data_ptr(),
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
-            None,
+            None if residual is None else residual.data_ptr(),
             x.shape[0],
             self._inputs,
-            2 * self._outputs,
-            _GATED,
+            self._sums,
+            self._kind,
         )
         return out
 

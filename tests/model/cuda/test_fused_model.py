@@ -119,8 +119,6 @@ def test_a_prompt_in_chunks_beside_decoding_rows(where: Where) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_with_invariant_kernels_neighbours_and_chunks_change_no_bit(page_size: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
     where = Where("cuda", torch.bfloat16)
     steps = make_steps(where, "qwen3", invariant=True, page_size=page_size)
     prompt = list(range(2, 150))
