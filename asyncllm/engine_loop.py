@@ -27,7 +27,7 @@ from asyncllm.live_requests import LiveRequests
 from asyncllm.outputs import EngineState, EngineStats
 from asyncllm.scheduler.scheduler import Scheduler, SchedulingPolicy
 from asyncllm.steps_in_flight import StepsInFlight
-from asyncllm.switch_interval import SWITCH_INTERVAL
+from asyncllm.switch_interval import SWITCH_INTERVAL, wake_on_time
 from asyncllm.wakeups import Reply
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Be the engine thread: open, serve until closed or failed, give everything back."""
+        wake_on_time()
         try:
             anyio.run(self._main, backend_options={"loop_factory": asyncio.SelectorEventLoop, "debug": False})
         except BaseException as error:  # noqa: BLE001  # whatever it is, callers must not wait for ever
@@ -247,13 +248,12 @@ class EngineLoop:
             self._live.expire()
             self._live.check_pauses()
             launched = self._steps.launch()
+            self._deliver()  # what the last commit brought, now that the device has work: readers want the GIL then
             if len(self._steps) and (not launched or self._steps.is_full):
                 await self._wait_for_oldest(tasks)
                 self._commit_oldest()
-            else:
-                self._deliver_without_step()
-                if not launched:
-                    await self._idle()
+            elif not launched:
+                await self._idle()
             if self._preparing:
                 await anyio.lowlevel.checkpoint()  # a blocking device wait never lets other tasks run
 
@@ -315,19 +315,17 @@ class EngineLoop:
                 self._inbox.post(Close())
                 return
             self._live.expire()
-            self._deliver_without_step()
+            self._deliver()
 
     def _commit_oldest(self) -> None:
         record = self._steps.finish_oldest()
-        self._publish()
-        if record is not None:
+        if record is not None and self._listeners:
+            self._publish()
             self._tell_listeners(record)
-        self._live.deliver()
-        self._check_drained()
 
-    def _deliver_without_step(self) -> None:
+    def _deliver(self) -> None:
+        self._publish()  # first: who gets a token may look
         self._live.deliver()
-        self._publish()
         self._check_drained()
 
     async def _idle(self) -> None:

@@ -7,6 +7,7 @@ nothing after it; what a step brought is delivered together, after its commit.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import time
 from typing import TYPE_CHECKING, Final
@@ -186,13 +187,20 @@ class LiveRequests:
 
     def check_pauses(self) -> None:
         """Pause the requests whose readers lag, before a step is built or those that decode begin again."""
+        if not self._bounded:
+            return
+        undelivered = self._undelivered()
         for submission in self._bounded:
             request = submission.request
-            if request is None or request.state is not RequestState.DECODING or not self._is_full(submission, request):
+            if request is None or request.state is not RequestState.DECODING:
+                continue
+            if not self._is_full(submission, request, undelivered):
                 continue
             mailbox = submission.sink.mailbox
             mailbox.paused = True
-            if self._is_full(submission, request):  # looked at again: the reader may not have seen the flag
+            if self._is_full(
+                submission, request, undelivered
+            ):  # looked at again: the reader may not have seen the flag
                 self._scheduler.pause(request)
                 self._paused[submission] = time.monotonic()
             else:
@@ -212,8 +220,9 @@ class LiveRequests:
 
         Their readers may have nothing to read, and so would never resume them.
         """
+        undelivered = self._undelivered()
         for submission in list(self._paused):
-            if submission.request is not None and not self._is_full(submission, submission.request):
+            if submission.request is not None and not self._is_full(submission, submission.request, undelivered):
                 submission.sink.mailbox.paused = False
                 self.resume(submission)
 
@@ -235,10 +244,13 @@ class LiveRequests:
         """How many requests hold nothing until their reader reads on."""
         return len(self._parked)
 
-    def _is_full(self, submission: Submission, request: Request) -> bool:
-        coming = request.sampled - len(request.generated)
-        if self._tokens:  # committed, and not delivered yet
-            coming += sum(each is submission for each, _ in self._tokens)
+    def _undelivered(self) -> collections.Counter[Submission]:
+        """Count the tokens that are committed and in no mailbox yet."""
+        return collections.Counter(submission for submission, _ in self._tokens)
+
+    @staticmethod
+    def _is_full(submission: Submission, request: Request, undelivered: collections.Counter[Submission]) -> bool:
+        coming = request.sampled - len(request.generated) + undelivered[submission]
         return submission.sink.mailbox.unread + coming >= (submission.buffer_tokens or 0)
 
     # -- ends ------------------------------------------------------------------------------------------------

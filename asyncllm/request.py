@@ -56,7 +56,7 @@ def _no_biases() -> npt.NDArray[np.float32]:
     return np.zeros(0, dtype=np.float32)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, eq=False)
 class LogitOptions:
     """What a request asks of its logits beyond temperature and filters: every value resolved, arrays never changed.
 
@@ -74,6 +74,10 @@ class LogitOptions:
         logprobs: how many of the likeliest tokens are told beside the chosen one; None: nothing is.
         processed_logprobs: whether logprobs are those after all options, temperature and filters.
         hook: changes the logits of a row, float32 [vocab], given all tokens so far; on the engine thread.
+
+    Attributes:
+        edits: whether tokens are not chosen from the model's logits, or are told of by others than those.
+        tells: whether more than a token comes back: logprobs, or logits for a hook.
     """
 
     prompt_tokens: int
@@ -89,19 +93,26 @@ class LogitOptions:
     logprobs: int | None = None
     processed_logprobs: bool = False
     hook: LogitsHook | None = None
+    edits: bool = dataclasses.field(init=False)
+    tells: bool = dataclasses.field(init=False)
 
-    @property
-    def asks(self) -> bool:
-        """Whether any of it changes or tells anything."""
-        return (
+    def __post_init__(self) -> None:
+        edits = (
             self.penalizes
             or len(self.bias_ids) > 0
             or self.allowed_ids is not None
             or self.mask is not None
             or len(self.late_ids) > 0
-            or self.logprobs is not None
             or self.hook is not None
+            or (self.logprobs is not None and self.processed_logprobs)
         )
+        object.__setattr__(self, "edits", edits)
+        object.__setattr__(self, "tells", self.logprobs is not None or self.hook is not None)
+
+    @property
+    def asks(self) -> bool:
+        """Whether any of it changes or tells anything."""
+        return self.edits or self.tells
 
     @property
     def penalizes(self) -> bool:

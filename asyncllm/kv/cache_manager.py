@@ -9,7 +9,7 @@ Longer than most files, by its documentation: one class, since there is one door
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from asyncllm.kv.page_pool import Pages
 
 __all__ = ["CacheManager", "Lease", "PrefixMatch", "RequestPages", "StepWrites"]
+
+
+def _no_writes() -> StepWrites:
+    none = StepWrites(table_writes=np.empty((3, 0), dtype=np.int32), page_copies=np.empty((2, 0), dtype=np.int32))
+    none.table_writes.setflags(write=False)
+    none.page_copies.setflags(write=False)
+    return none
+
+
+_NO_WRITES: Final = _no_writes()
 
 
 class CacheManager:
@@ -248,6 +258,8 @@ class CacheManager:
 
     def take_step_writes(self) -> StepWrites:
         """Take everything that the device's KV and page table lack; it belongs to the step that is launched next."""
+        if not self._copies and not self._table.has_writes:
+            return _NO_WRITES  # as in most steps
         table_writes = self._table.take_writes()
         page_copies = np.asarray(list(self._copies.values()), dtype=np.int32).reshape(-1, 2).T.copy()
         self._copies.clear()

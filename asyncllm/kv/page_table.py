@@ -94,6 +94,11 @@ class PageTable:
         live = np.arange(self._max_pages) < self._lengths[:, None]
         self._pending = [np.flatnonzero(live)]
 
+    @property
+    def has_writes(self) -> bool:
+        """Whether the device's table lacks anything."""
+        return bool(self._pending)
+
     def take_writes(self) -> npt.NDArray[np.int32]:
         """Take what the device's table lacks: int32 [3, n], slots, columns and pages; no cell twice."""
         if not self._pending:

@@ -68,6 +68,9 @@ class Batch:
             may not have them: at the request's first sample since it got its slot, or got it to itself again; and
             for samples whose token the host chooses (by a hook), always.
         prompt_scores: for rows (places in `slots`) whose prompt's logprobs are asked for.
+        steady: steps with the same number have the same rows, each with one token that only the device knows, and
+            differ in `index`, `table_writes`, `page_copies` and `starts` alone; each start is one more in every step
+            that is built, with the number or without. None: nobody knows.
     """
 
     index: int
@@ -87,11 +90,17 @@ class Batch:
     options: Mapping[int, LogitOptions] = dataclasses.field(default_factory=dict)
     histories: Mapping[int, Ints] = dataclasses.field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = dataclasses.field(default_factory=dict)
+    steady: int | None = None
 
     @property
     def asking(self) -> list[int]:
         """The samples with a mask or options, ascending; few steps have any."""
         return sorted(self.masks.keys() | self.options.keys())
+
+    @property
+    def edited(self) -> list[int]:
+        """Those of them whose tokens are not chosen from the model's logits as they are."""
+        return sorted(self.masks.keys() | {sample for sample, asked in self.options.items() if asked.edits})
 
     @property
     def rows(self) -> int:

@@ -12,8 +12,9 @@ time between two steps, instead of most being in every other step only.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,8 @@ class DecodingRows:
         self._sampled_last_step = np.full(max_rows, SAMPLED_LAST_STEP, dtype=np.int32)
         self._stale = False
         self._asking = 0  # rows with options
+        self._version = 0  # of the rows: another one whenever a row comes or goes
+        self._steady: dict[str, Any] | None = None  # the fields of the first step of these rows alone
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -100,6 +103,7 @@ class DecodingRows:
         self._seeds[row] = sampling.seed
         self._needing += request.needs_committed_token
         self._asking += sampling.options is not None
+        self._changed()
 
     def mark_stale(self) -> None:
         """Note that at least one of the requests decodes no more."""
@@ -120,6 +124,11 @@ class DecodingRows:
             column[: len(self.requests)] = column[:rows][mask]
         self._asking = sum(request.sampling.options is not None for request in self.requests)
         self._needing = sum(request.needs_committed_token for request in self.requests)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._steady = None
 
     def choose(self) -> None:
         """Decide who is in the next step: all that decode, but those that wait for their last token's commit."""
@@ -155,6 +164,21 @@ class DecodingRows:
             chunks: parts of different prompts.
             writes: what the device does to page table and pages before the step.
         """
+        if self._steady is None or chunks:
+            batch = self._whole_batch(step, chunks, writes)
+            if not chunks and not self._needing:
+                self._steady = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+                self._steady["steady"] = self._version
+            return batch
+        changed = {
+            "index": step,
+            "starts": self._starts[self._chosen].copy(),
+            "table_writes": writes.table_writes,
+            "page_copies": writes.page_copies,
+        }
+        return Batch(**(self._steady | changed))
+
+    def _whole_batch(self, step: int, chunks: Sequence[PromptChunk], writes: StepWrites) -> Batch:
         rows, chosen = len(self.in_step), self._chosen
         last = [row for row, chunk in enumerate(chunks, start=rows) if chunk.last]
         first_samples = [chunk.request for chunk in chunks if chunk.last]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import sys
 import threading
@@ -308,6 +309,23 @@ def test_the_switch_interval_is_short_while_steps_run_and_restored_after() -> No
     assert seen
     assert all(abs(interval - 1e-4) < 1e-6 for interval in seen)
     assert sys.getswitchinterval() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lets waits take longer")
+def test_the_engine_threads_waits_end_on_time_and_no_other_threads_do() -> None:
+    libc = ctypes.CDLL(None)
+
+    def slack_nanoseconds() -> int:
+        return int(libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK, of the calling thread
+
+    before, seen = slack_nanoseconds(), []
+    with scripted_engine({"p": "abc"}) as engine:
+        engine.add_step_listener(lambda _: seen.append(slack_nanoseconds()))
+        stream = engine.stream("p")
+        while stream.next_blocking() is not None:
+            pass
+    assert set(seen) == {1}
+    assert slack_nanoseconds() == before > 1
 
 
 def test_a_listener_that_raises_is_removed_and_the_request_goes_on(caplog: pytest.LogCaptureFixture) -> None:

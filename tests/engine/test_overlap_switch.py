@@ -81,3 +81,44 @@ def test_overlap_launches_a_step_before_the_one_before_it_is_read(overlap: bool,
 
     asyncio.run(main())
     assert model.events == expected
+
+
+class _Sinks:
+    """A runner whose launches note how many tokens lie in a stream's mailbox."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.unread: list[int] = []
+        self.count: Callable[[], int] = lambda: 0
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        self.unread.append(self.count())
+        return self._runner.launch(batch)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def test_a_step_is_launched_before_readers_get_the_tokens_of_the_last_one() -> None:
+    """They want the GIL then, and the device has work meanwhile."""
+    model, sinks = ScriptedModel({"p": "abcdefgh"}), []
+
+    class Watched:
+        def open(self, config: EngineConfig, progress: Progress) -> OpenBackend:
+            opened = model.open(config, progress)
+            sinks.append(_Sinks(opened.runner))
+            return dataclasses.replace(opened, runner=sinks[0])
+
+    async def main() -> int:
+        async with Engine("scripted", backend=Watched()) as engine:
+            await engine.start()
+            done, loop = asyncio.Event(), asyncio.get_running_loop()
+            engine.add_step_listener(lambda step: step.index < 7 or loop.call_soon_threadsafe(done.set))
+            async with engine.stream("p", max_tokens=8) as stream:
+                sinks[0].count = lambda: stream._mailbox.unread
+                await done.wait()  # nobody reads meanwhile
+                return len((await stream.result()).token_ids)
+
+    assert asyncio.run(main()) == 8
+    # Before step n is launched, step n - 2 is committed: its token and those before it would be n - 1.
+    assert [unread - (number - 2) for number, unread in enumerate(sinks[0].unread) if number >= 2] == [0] * 6

@@ -57,7 +57,7 @@ def test_decoding_rows_come_first_then_chunks_and_all_columns_fit() -> None:
     dtypes = {
         field.name: getattr(batch, field.name).dtype
         for field in dataclasses.fields(batch)
-        if field.name not in {"index", "masks", "options", "histories", "prompt_scores"}
+        if field.name not in {"index", "masks", "options", "histories", "prompt_scores", "steady"}
     }
     floats = {"temperatures": np.float32, "top_ps": np.float32, "min_ps": np.float32}
     assert dtypes == {name: np.dtype({**floats, "seeds": np.int64}.get(name, np.int32)) for name in dtypes}
@@ -95,6 +95,39 @@ def test_every_sampled_row_keeps_its_own_settings_while_rows_come_and_go() -> No
         if turns % 7 == 0 and decoding:
             world.end(draw.choice(decoding))
     assert turns > 40
+    world.assert_idle()
+
+
+def test_steps_of_one_steady_number_differ_in_what_they_may_alone() -> None:
+    draw = random.Random(5)
+    world = World(pages=400, page_size=2, slots=8, budget=20, depth=2, use_eos=True)
+    made: list[tuple[int, Batch]] = []
+    built = submitted = 0
+    while submitted < 40 or world.in_flight:
+        if submitted < 40 and draw.random() < 0.1:
+            world.submit(make_request(submitted, draw.randrange(1, 9), draw.randrange(5, 30)))
+            submitted += 1
+        if (step := world.launch()) is not None:
+            made.append((built, step.batch))
+            built += 1
+        if world.in_flight and (len(world.in_flight) == 2 or step is None):
+            world.commit()
+        decoding = [r for r in world.requests if r.state is RequestState.DECODING]
+        if decoding and draw.random() < 0.05:
+            paused = draw.choice(decoding)
+            world.pause(paused)
+            world.resume(paused)
+    first: dict[int, tuple[int, Batch]] = {}
+    for place, batch in made:
+        if batch.steady is None:
+            continue
+        assert batch.token_ids.tolist() == [SAMPLED_LAST_STEP] * batch.rows
+        before, other = first.setdefault(batch.steady, (place, batch))
+        assert (batch.starts - other.starts == place - before).all()
+        may = {"index", "starts", "table_writes", "page_copies"}
+        got, expected = ({k: v for k, v in contents(each).items() if k not in may} for each in (batch, other))
+        assert got == expected
+    assert 10 < len(first) < sum(batch.steady is not None for _, batch in made) / 2  # it is worth it
     world.assert_idle()
 
 

@@ -38,7 +38,7 @@ class Reader(Protocol):
 class _Block:
     """Host memory of one step, and who reads it."""
 
-    __slots__ = ("address", "array", "reader", "sections", "tensor")
+    __slots__ = ("address", "array", "reader", "sections", "steady", "tensor")
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.tensor = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
@@ -46,6 +46,7 @@ class _Block:
         self.array: npt.NDArray[np.int32] = self.tensor.numpy()
         self.sections: dict[StepLayout, StepSections[npt.NDArray[np.generic]]] = {}
         self.reader: Reader | None = None
+        self.steady: tuple[StepLayout, int] | None = None  # the layout and `Batch.steady` of the rows in it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class StepStaging:
         self._all_in_tiles = all_in_tiles
         self._blocks = [_Block(size, pinned=pinned) for _ in range(_BLOCKS)]
         self._turn = 0
+        self._steady: tuple[int, Places, Places] | None = None  # `Batch.steady`, its order, and places
 
     def tiles(self, batch: Batch) -> int:
         """Return how many tiles of prompt attention a batch has."""
@@ -109,18 +111,38 @@ class StepStaging:
         sections = block.sections.get(layout)
         if sections is None:
             sections = block.sections[layout] = layout.host(block.array)
+        order, places = self._placed(batch)
+        steady = None if batch.steady is None or layout.tiles else (layout, batch.steady)
+        if steady is None or block.steady != steady:
+            block.steady = None
+            self._fill(sections, batch, order, places)
+            block.steady = steady
+        else:
+            _advance(sections, batch.starts[order])
+        late_writes = _fill_writes(sections, batch, layout)
+        return Staged(block=block.tensor[: layout.size], places=places, late_writes=late_writes, holder=block)
+
+    def _placed(self, batch: Batch) -> tuple[Places, Places]:
+        """Return the batch's rows in the step's order, and the step's row of each sample."""
+        if self._steady is not None and self._steady[0] == batch.steady:
+            return self._steady[1:]
         order = _order(batch)
+        place_of_row = np.empty_like(order)
+        place_of_row[order] = np.arange(len(order))
+        places = place_of_row if len(batch.sample_rows) == batch.rows else place_of_row[batch.sample_rows]
+        self._steady = None if batch.steady is None else (batch.steady, order, places)
+        return order, places
+
+    def _fill(
+        self, sections: StepSections[npt.NDArray[np.generic]], batch: Batch, order: Places, places: Places
+    ) -> None:
+        """Write all but page-table writes."""
         if batch.query_tokens == batch.rows:
             self._fill_decode(sections, batch, order)
         else:
             self._fill_mixed(sections, batch, order)
-        place_of_row = np.empty_like(order)
-        place_of_row[order] = np.arange(len(order))
-        places = place_of_row if len(batch.sample_rows) == batch.rows else place_of_row[batch.sample_rows]
         _fill_sampling(sections, batch, places)
-        late_writes = _fill_writes(sections, batch, layout)
         sections.counts[Counts.ROWS] = batch.rows
-        return Staged(block=block.tensor[: layout.size], places=places, late_writes=late_writes, holder=block)
 
     def _fill_decode(self, to: StepSections[npt.NDArray[np.generic]], batch: Batch, order: Places) -> None:
         """Write rows that have one token each: a row is its token."""
@@ -188,6 +210,12 @@ class StepStaging:
         to.temperatures[rows:] = 0.0
 
 
+def _advance(to: StepSections[npt.NDArray[np.generic]], starts: npt.NDArray[np.int32]) -> None:
+    """Write where rows are that had one token each in this block before, and have again."""
+    to.positions[: len(starts)] = starts
+    np.add(starts, 1, out=to.kv_lens[: len(starts)], casting="unsafe")
+
+
 def _order(batch: Batch) -> Places:
     """Return the batch's rows in the step's order: of one token, the longest first; then the others as they are.
 
@@ -209,7 +237,7 @@ def _fill_sampling(to: StepSections[npt.NDArray[np.generic]], batch: Batch, plac
     """Write what draws tokens; rows that sample nothing are greedy, and nobody reads their token."""
     temperatures = np.where(is_greedy(batch.temperatures), np.float32(0.0), batch.temperatures)
     if batch.masks or batch.options:
-        temperatures[batch.asking] = 0.0  # they are drawn apart
+        temperatures[batch.edited] = 0.0  # they are drawn apart
     if len(places) < batch.rows:
         to.temperatures[: batch.rows] = 0.0
     to.temperatures[places] = temperatures

@@ -131,6 +131,28 @@ def test_table_writes_that_find_no_room_are_given_back() -> None:
     assert staged.late_writes.T.tolist() == [list(write) for write in writes[256:]]
 
 
+@given(steps=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=4, max_size=30))
+def test_steady_steps_are_staged_as_others_are(steps: list[tuple[int, bool]]) -> None:
+    """Whatever came between them: mixed steps, or steps of other rows, of which there are three kinds here."""
+    staging = make_staging()
+    kinds = [random_batch([1] * rows, seed=rows, sampling=Sampling(temperature=0.7)) for rows in (3, 5, 5 + SLOTS // 2)]
+    kinds = [dataclasses.replace(batch, starts=batch.starts // 2) for batch in kinds]
+    for number, (kind, mixed) in enumerate(steps):
+        batch = kinds[kind]
+        writes = np.array([[number % 3], [0], [number]], dtype=np.int32)
+        batch = dataclasses.replace(batch, starts=batch.starts + np.int32(number), table_writes=writes)
+        if mixed:
+            stage(random_batch([1] * batch.rows + [9], seed=number), staging=staging)
+        _, staged, got = stage(dataclasses.replace(batch, steady=kind), staging=staging)
+        _, expected, fresh = stage(batch)
+        assert staged.places.tolist() == expected.places.tolist()
+        for name in ("counts", "token_ids", "token_slots", "positions", "slots", "kv_lens", "temperatures"):
+            assert getattr(got, name).tolist() == getattr(fresh, name).tolist(), name
+        for name in ("top_ps", "top_ks", "min_ps", "seeds"):  # padding is greedy
+            assert getattr(got, name)[: batch.rows].tolist() == getattr(fresh, name)[: batch.rows].tolist(), name
+        assert got.table_writes.view(3, -1)[:, 0].tolist() == writes[:, 0].tolist()
+
+
 def test_a_block_is_written_again_only_after_its_reader_is_done() -> None:
     staging, waited = make_staging(), []
 
