@@ -16,7 +16,6 @@ import ast
 import asyncio
 import collections
 import contextlib
-import itertools
 import json
 import statistics
 import tempfile
@@ -29,11 +28,13 @@ from torch.profiler import ProfilerActivity, profile
 from asyncllm import Engine, SamplingParams
 from asyncllm.engine_loop import EngineLoop
 from asyncllm.live_requests import LiveRequests
+from asyncllm.model.cuda.asked_rows import AskedRows
 from asyncllm.model.cuda.cuda_runner import CUDARunner, CUDAStep
-from asyncllm.model.cuda.graphs import StepGraphs
+from asyncllm.model.cuda.direct_calls import DirectCalls
 from asyncllm.model.cuda.staging import StepStaging
+from asyncllm.model.cuda.told_rows import ToldRows
 from asyncllm.scheduler.scheduler import Scheduler
-from benchmarks.gpu_workloads import SHAPES, WORKLOADS, Ask, write_config
+from benchmarks.gpu_workloads import SHAPES, WORKLOADS, Ask, figures, write_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,20 +74,7 @@ async def run_once(engine: Engine, asks: list[Ask]) -> dict[str, float]:
     await asyncio.gather(*(stream_one(engine, ask, own, began) for ask, own in zip(asks, stamps, strict=True)))
     seconds = time.perf_counter() - began
     starts = [own.pop(0) if ask.start_seconds else began for ask, own in zip(asks, stamps, strict=True)]
-    gaps = sorted(later - earlier for own in stamps for earlier, later in itertools.pairwise(own))
-    firsts = sorted(own[0] - start for own, start in zip(stamps, starts, strict=True))
-    tokens = sum(map(len, stamps))
-    return {
-        "tokens_per_second": tokens / seconds,
-        "tokens": tokens,
-        "seconds": seconds,
-        "steps": engine.stats().steps - steps,
-        "ttft_p50_ms": 1e3 * firsts[len(firsts) // 2],
-        "ttft_p99_ms": 1e3 * firsts[int(0.99 * (len(firsts) - 1))],
-        "itl_p50_ms": 1e3 * gaps[len(gaps) // 2],
-        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-        "itl_max_ms": 1e3 * gaps[-1],
-    }
+    return figures(starts, stamps, seconds) | {"steps": engine.stats().steps - steps}
 
 
 async def run_blocking(engine: Engine, asks: list[Ask]) -> float:
@@ -105,12 +93,14 @@ def timed_parts(seconds: dict[str, float]) -> Iterator[None]:
         (Scheduler, "schedule", "schedule"),
         (CUDARunner, "launch", "launch"),
         (StepStaging, "stage", "launch: stage"),
-        (StepGraphs, "run", "launch: replay"),
+        (DirectCalls, "launch", "launch: replay"),
+        (AskedRows, "enqueue", "launch: edited rows"),
+        (ToldRows, "enqueue", "launch: told rows"),
         (CUDAStep, "wait", "wait"),
         (EngineLoop, "_commit_oldest", "commit all"),
         (Scheduler, "commit", "commit: scheduler"),
         (LiveRequests, "advance", "commit: advance"),
-        (LiveRequests, "deliver", "commit: deliver"),
+        (LiveRequests, "deliver", "deliver"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
 
@@ -137,10 +127,10 @@ async def show_parts(engine: Engine, shape: str, workload: str) -> None:
     """Run once with clocks in the engine thread."""
     seconds: dict[str, float] = collections.defaultdict(float)
     with timed_parts(seconds):
-        figures = await run_once(engine, WORKLOADS[workload](seed=1))
-    steps = figures["steps"]
+        found = await run_once(engine, WORKLOADS[workload](seed=1))
+    steps = found["steps"]
     parts = {part: round(1e6 * value / steps, 1) for part, value in seconds.items()}
-    whole = round(1e6 * figures["seconds"] / steps, 1)
+    whole = round(1e6 * found["seconds"] / steps, 1)
     print(json.dumps({"shape": shape, "workload": workload, "us_per_step": whole, "parts_us": parts}), flush=True)
 
 
@@ -171,12 +161,12 @@ def idle_ms(idle: dict[float, float]) -> dict[str, float]:
 async def show_kernels(engine: Engine, shape: str, workload: str) -> None:
     """Run once under torch's profiler; print the GPU's busy share and where its time goes."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        figures = await run_once(engine, WORKLOADS[workload](seed=1))
+        found = await run_once(engine, WORKLOADS[workload](seed=1))
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in events) / 1e6
     idle = idle_seconds(profiler)
-    line = {"shape": shape, "workload": workload, "seconds": round(figures["seconds"], 3), "steps": figures["steps"]}
-    line |= {"gpu_busy_share": round(1 - sum(idle.values()) / figures["seconds"], 3)}
+    line = {"shape": shape, "workload": workload, "seconds": round(found["seconds"], 3), "steps": found["steps"]}
+    line |= {"gpu_busy_share": round(1 - sum(idle.values()) / found["seconds"], 3)}
     print(json.dumps(line | {"gpu_idle_ms_by_gap": idle_ms(idle)}), flush=True)
     for event in events[:16]:
         share = event.self_device_time_total / 1e6 / busy
@@ -207,11 +197,11 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> list
         )
         for workload in options.workloads:
             for repeat in range(options.repeats + 1):  # the first one warms up
-                figures = await run_once(engine, WORKLOADS[workload](seed=repeat))
+                found = await run_once(engine, WORKLOADS[workload](seed=repeat))
                 if options.blocking:
-                    figures["blocking_tokens_per_second"] = await run_blocking(engine, WORKLOADS[workload](seed=repeat))
+                    found["blocking_tokens_per_second"] = await run_blocking(engine, WORKLOADS[workload](seed=repeat))
                 if repeat:
-                    line = {name: round(value, 3) for name, value in figures.items()}
+                    line = {name: round(value, 3) for name, value in found.items()}
                     rows.append({"shape": shape, "workload": workload, "repeat": repeat, **line})
                     print(json.dumps(rows[-1]), flush=True)
             if options.parts:

@@ -12,14 +12,16 @@ crowd: 1,024 requests at once, 64 tokens in, 192 out; for engines opened with `-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["SHAPES", "WORKLOADS", "Ask", "write_config"]
+__all__ = ["SHAPES", "WORKLOADS", "Ask", "figures", "write_config"]
 
 SHAPES: dict[str, dict[str, object]] = {
     "qwen3-0.6b": {
@@ -126,6 +128,29 @@ def crowd(seed: int) -> list[Ask]:
     """Make 1,024 short requests at once."""
     rng = random.Random(seed)
     return [Ask(prompt=_ids(rng, 64), max_tokens=192) for _ in range(1024)]
+
+
+def figures(starts: Sequence[float], stamps: Sequence[Sequence[float]], seconds: float) -> dict[str, float]:
+    """Say what a run came to.
+
+    Args:
+        starts: when each request began.
+        stamps: when each request's tokens came.
+        seconds: that the run took.
+    """
+    gaps = sorted(later - earlier for own in stamps for earlier, later in itertools.pairwise(own))
+    firsts = sorted(own[0] - start for own, start in zip(stamps, starts, strict=True))
+    tokens = sum(map(len, stamps))
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "ttft_p50_ms": 1e3 * firsts[len(firsts) // 2],
+        "ttft_p99_ms": 1e3 * firsts[int(0.99 * (len(firsts) - 1))],
+        "itl_p50_ms": 1e3 * gaps[len(gaps) // 2],
+        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+        "itl_max_ms": 1e3 * gaps[-1],
+    }
 
 
 WORKLOADS = {"offline": offline, "single": single, "prefix": prefix, "life": life, "crowd": crowd}

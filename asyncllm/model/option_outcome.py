@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asyncllm.model.logits_hooks import HookedRow
     from asyncllm.scheduler.batch import PromptScores, StepResult
 
-__all__ = ["OptionOutcome", "OptionStep", "Outcome"]
+__all__ = ["OptionOutcome", "OptionStep", "Outcome", "read_logprob"]
 
 
 class Outcome(Protocol):
@@ -80,9 +80,9 @@ class OptionOutcome:
 
     def _with_logprobs(self, result: StepResult, rows: Iterator[list[float]]) -> StepResult:
         most = self.most
-        logprobs = {sample: _logprob(result.token_ids[sample], next(rows), most, k) for sample, k in self._samples}
+        logprobs = {sample: read_logprob(result.token_ids[sample], next(rows), most, k) for sample, k in self._samples}
         prompt_logprobs = {
-            row: tuple(_logprob(target, next(rows), most, scores.logprobs) for target in scores.targets.tolist())
+            row: tuple(read_logprob(target, next(rows), most, scores.logprobs) for target in scores.targets.tolist())
             for row, scores in self._prompts.items()
         }
         return dataclasses.replace(result, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -100,11 +100,11 @@ class OptionOutcome:
             token_ids[row.sample] = token_id
             if scores is not None:
                 count = row.options.logprobs or 0
-                logprobs[row.sample] = _logprob(token_id, scores, count, count)
+                logprobs[row.sample] = read_logprob(token_id, scores, count, count)
         return dataclasses.replace(result, token_ids=tuple(token_ids), logprobs=logprobs, failures=failures)
 
 
-def _logprob(token_id: int, scores: Sequence[float], most: int, count: int) -> TokenLogprob:
+def read_logprob(token_id: int, scores: Sequence[float], most: int, count: int) -> TokenLogprob:
     """Read one row of scores that has `most` likeliest tokens, of which `count` are wanted."""
     ids, logprobs = scores[2 : 2 + count], scores[2 + most : 2 + most + count]
     return TokenLogprob(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from asyncllm.model.option_tensors import OptionInputs, StagedOptions
 
-__all__ = ["OptionSampler", "OptionSamples"]
+__all__ = ["OptionSampler", "OptionSamples", "tell"]
 
 _LEAST_COLUMNS: Final = 256  # of the histories, which grow by doubling
 _SCORED_ELEMENTS: Final = 2**24  # logits of prompt tokens at once
@@ -76,7 +76,6 @@ class OptionSampler:
             token_logits: gives the logits after query tokens of the step, named by int64 [n] places: [n, vocab].
         """
         inputs = staged.on_device(logits.device)
-        most = staged.outcome.most
         edited = logits.index_select(0, inputs.places).to(torch.float32)  # [asking, vocab], a copy
         self._edit(edited, inputs, staged)
         tokens = choose(edited, inputs) if edited.numel() else inputs.places
@@ -84,24 +83,7 @@ class OptionSampler:
         if self._history is not None and staged.longest:
             rows = inputs.penalized
             self._history[inputs.slots[rows], inputs.positions[rows]] = tokens[rows].to(torch.int32)
-        scores = []
-        for rows in rows_at_once(inputs.raw_scored):
-            raw = logits.index_select(0, inputs.places[rows]).to(torch.float32)
-            scores.append(score_tokens(raw, tokens[rows], most))
-        scores += [
-            score_tokens(drawn_from(edited, inputs, rows), tokens[rows], most) for rows in rows_at_once(inputs.scored)
-        ]
-        slices = max(_SCORED_ELEMENTS // logits.shape[-1], 1)
-        if inputs.prompt_places.numel():
-            for at, targets in zip(
-                inputs.prompt_places.split(slices), inputs.prompt_targets.split(slices), strict=True
-            ):
-                scores.append(score_tokens(token_logits(at).to(torch.float32), targets, most))
-        if inputs.hooked.numel():
-            found = logits[inputs.places[inputs.hooked]].to(torch.float32), edited[inputs.hooked]
-            staged.outcome.hook_logits = torch.stack(found).to("cpu", non_blocking=True)
-        if scores:
-            staged.outcome.scores = torch.cat(scores).to("cpu", non_blocking=True)
+        tell(staged, inputs, logits=logits, edited=edited, tokens=tokens, token_logits=token_logits)
         return OptionSamples(inputs.places, inputs.slots, tokens, left)
 
     def _edit(self, logits: torch.Tensor, inputs: OptionInputs, staged: StagedOptions) -> None:
@@ -150,6 +132,44 @@ class OptionSampler:
                 grown[:, : self._history.shape[1]] = self._history
             self._history = grown
         return self._history
+
+
+def tell(
+    staged: StagedOptions,
+    inputs: OptionInputs,
+    *,
+    logits: torch.Tensor,
+    edited: torch.Tensor,
+    tokens: torch.Tensor,
+    token_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Leave what is asked for beside tokens in `staged.outcome`.
+
+    Args:
+        staged: what is asked.
+        inputs: the same, on the device.
+        logits: [rows of the step, vocab].
+        edited: float32 [asking, vocab], after everything before temperature.
+        tokens: int64 [asking], the chosen ones.
+        token_logits: see `OptionSampler.sample`.
+    """
+    most = staged.outcome.most
+    scores = []
+    for rows in rows_at_once(inputs.raw_scored):
+        raw = logits.index_select(0, inputs.places[rows]).to(torch.float32)
+        scores.append(score_tokens(raw, tokens[rows], most))
+    scores += [
+        score_tokens(drawn_from(edited, inputs, rows), tokens[rows], most) for rows in rows_at_once(inputs.scored)
+    ]
+    slices = max(_SCORED_ELEMENTS // logits.shape[-1], 1)
+    if inputs.prompt_places.numel():
+        for at, targets in zip(inputs.prompt_places.split(slices), inputs.prompt_targets.split(slices), strict=True):
+            scores.append(score_tokens(token_logits(at).to(torch.float32), targets, most))
+    if inputs.hooked.numel():
+        found = logits[inputs.places[inputs.hooked]].to(torch.float32), edited[inputs.hooked]
+        staged.outcome.hook_logits = torch.stack(found).to("cpu", non_blocking=True)
+    if scores:
+        staged.outcome.scores = torch.cat(scores).to("cpu", non_blocking=True)
 
 
 def _counts(ids: torch.Tensor, generated: torch.Tensor, *, vocab_size: int) -> torch.Tensor:

@@ -144,6 +144,7 @@ def stage_options(
     row_starts: npt.NDArray[np.integer],
     vocab_size: int,
     pinned: bool,
+    edits: bool = True,
 ) -> StagedOptions | None:
     """Write what a batch's rows ask for; None where none does.
 
@@ -153,6 +154,7 @@ def stage_options(
         row_starts: int [rows]: the place of each row's first query token in the step.
         vocab_size: columns of the logits.
         pinned: whether a GPU copies from the memory.
+        edits: whether to write what changes logits, too; without, what is told beside tokens alone.
     """
     samples = batch.asking
     if not samples and not batch.prompt_scores:
@@ -171,15 +173,15 @@ def stage_options(
         "slots": batch.slots[rows],
         "positions": positions,
         **_draws(batch, samples, positions, vocab_size),
-        **_masks({row_of_sample[sample]: mask for sample, mask in batch.masks.items()}, options, vocab_size),
-        **_edits(options, positions),
-        **_penalties(penalized),
-        **_histories(batch),
         "raw_scored": _ints(raw),
         "scored": _ints(processed),
         "hooked": _ints(hooked),
         **_prompt_scores(batch, row_starts),
     }
+    if edits:
+        masks = {row_of_sample[sample]: mask for sample, mask in batch.masks.items()}
+        values |= _masks(masks, options, vocab_size) | _edits(options, positions) | _penalties(penalized)
+        values |= _histories(batch)
     block, shapes = _packed(values, pinned=pinned)
     return StagedOptions(
         block=block,

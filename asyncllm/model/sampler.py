@@ -12,7 +12,7 @@ The rules, in transformers' and vLLM's order, all in float32 after subtracting t
 - min-p keeps what is at least this share of the best token's probability.
 
 The token is where a uniform number, hashed from (seed, position), falls in the cumulative sum of what was kept, in the
-vocabulary's order.
+vocabulary's order. (The kernel for GPUs draws by other numbers, likewise of seed and position alone.)
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ def is_filtered(top_ps: Floats, top_ks: Ints, min_ps: Floats, *, vocab_size: int
     return (top_ps < 1.0) | ((top_ks > 0) & (top_ks < vocab_size)) | (min_ps > 0.0)
 
 
-def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.integer]) -> Floats:
-    """Hash (seed, position) to 24-bit uniform numbers: float32 [rows], 0 <= u < 1.
+def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.integer], *, attempt: int = 0) -> Floats:
+    """Hash (seed, position) to 24-bit uniform numbers: float32 [rows], 0 <= u < 1; other ones for each attempt.
 
-    Two rounds of SplitMix64's finalizer (Steele et al. 2014), over the seed and then the position.
+    Rounds of SplitMix64's finalizer (Steele et al. 2014), over the seed, the position and attempts but the first.
     """
     state = _mix(seeds.astype(np.uint64) + _GOLDEN)
     state = _mix(state + _GOLDEN * positions.astype(np.uint64))
+    if attempt:
+        state = _mix(state + _GOLDEN * np.full_like(state, attempt))
     return (state >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
@@ -240,15 +242,17 @@ def _least_kept(values: torch.Tensor, limits: _Limits, *, vocab_size: int) -> tu
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return where each row's uniform number falls in its weights: int64 [rows], never where a weight is 0.
 
-    Sums of blocks tell the block: only one is summed up token by token.
+    Sums of blocks tell the block: only one is summed up token by token. In float64, since a GPU's running sums may go
+    down by rounding, and a number could fall on a weight of 0 then; those of a uniform number of 24 bits cannot.
     """
     missing = -weights.shape[1] % _BLOCK
     blocks = (functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _BLOCK))
     sums = blocks.sum(dim=-1)  # [rows, blocks]
-    ends = sums.cumsum(dim=-1)
+    ends = sums.cumsum(dim=-1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # [rows, 1]
-    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1).cumsum(dim=-1)
+    chosen = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)  # [rows, _BLOCK]
+    inside = chosen.cumsum(dim=-1, dtype=torch.float64)
     rest = (target - (ends - sums).gather(1, block)).clamp_(min=0.0)
     # Sums in another order may differ by rounding: the place is inside of the block in any case.
     rest = torch.minimum(rest, inside[:, -1:].nextafter(torch.zeros_like(rest)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.model.cuda.fused_model import FusedModel
+from asyncllm.model.cuda.fused_model import FusedModel, StepBuffers
 from asyncllm.model.cuda.fused_weights import FusedLayer, FusedWeights
 from asyncllm.model.cuda.kv_pages import KVPages
 from asyncllm.model.cuda.layouts import StepLayouts
@@ -235,7 +235,10 @@ class FusedSteps:
         kernels = {
             flag: self._kernels(device, dtype, plans, dependent=flag, invariant=invariant) for flag in (False, True)
         }
-        self.model = FusedModel(FusedWeights.of(self.decoder), self.pages, kernels, plans, prompt_tiles_only=invariant)
+        buffers = StepBuffers(plans, vocab_size=config.vocab_size, dtype=dtype, device=device)
+        self.model = FusedModel(
+            FusedWeights.of(self.decoder), self.pages, buffers, kernels, plans, prompt_tiles_only=invariant
+        )
         self.staging = StepStaging(
             num_slots=SLOTS,
             size=max(each.size for each in plans),
@@ -267,6 +270,6 @@ class FusedSteps:
         layout = self.layouts.choose(batch, self.staging.tiles(batch))
         staged = self.staging.stage(batch, layout)
         with torch.inference_mode():
-            self.model.input[: layout.size].copy_(staged.block)
+            self.model.buffers.input[: layout.size].copy_(staged.block)
             logits = self.model.logits(layout)
         return logits[torch.from_numpy(staged.places).to(logits.device)].float().cpu()

@@ -14,39 +14,30 @@ import torch
 import triton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from asyncllm.model.cuda.step_layout import StepLayout
-    from asyncllm.model.cuda.tuning import StepPlan
+    from collections.abc import Callable, Sequence
 
 __all__ = ["compile_steps"]
 
 _MOST_THREADS: Final = 16
-_FEW_ROWS: Final = 16  # the sampler's kernels differ there
 
 
 def compile_steps(
-    plans: Mapping[StepLayout, StepPlan],
-    step: Callable[[StepLayout], object],
+    launches: Sequence[Callable[[], object]],
     on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Have the kernels of all plans compiled.
+    """Have kernels compiled.
 
     Args:
-        plans: what will run.
-        step: goes through a step with kernels that are compiled only.
-        on_step: told (plans looked at, plans) before each and at the end; raises to stop.
+        launches: each launches some, if only they were not compiled only.
+        on_step: told (launches gone through, all) before each and at the end; raises to stop.
     """
-    different = {
-        (plan, layout.decodes, layout.rows <= _FEW_ROWS, layout.writes): layout for layout, plan in plans.items()
-    }
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with (
         concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="asyncllm compile") as executor,
         triton.AsyncCompileMode(executor),
         torch.inference_mode(),
     ):
-        for done, layout in enumerate(different.values()):
-            on_step(done, len(different))
-            step(layout)
-    on_step(len(different), len(different))
+        for done, launch in enumerate(launches):
+            on_step(done, len(launches))
+            launch()
+    on_step(len(launches), len(launches))

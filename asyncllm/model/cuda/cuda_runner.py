@@ -7,21 +7,24 @@ alone until it is done.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from asyncllm.errors import EngineError
+from asyncllm.model.cuda.asked_rows import AskedRows
 from asyncllm.model.cuda.direct_calls import DirectCalls
 from asyncllm.model.cuda.staging import query_places
 from asyncllm.model.cuda.streams import step_stream
+from asyncllm.model.cuda.told_rows import ToldRows, tells_all
 from asyncllm.model.option_outcome import OptionStep
-from asyncllm.model.option_sampler import OptionSampler
+from asyncllm.model.option_sampler import tell
 from asyncllm.model.option_tensors import stage_options
 from asyncllm.scheduler.batch import StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
@@ -29,10 +32,10 @@ if TYPE_CHECKING:
     from asyncllm.model.cuda.fused_model import FusedModel
     from asyncllm.model.cuda.graphs import StepGraphs
     from asyncllm.model.cuda.layouts import StepLayouts
-    from asyncllm.model.cuda.staging import StepStaging
+    from asyncllm.model.cuda.staging import Staged, StepStaging
     from asyncllm.model.cuda.step_kernels import StepKernels
     from asyncllm.model.cuda.step_layout import StepLayout
-    from asyncllm.model.option_tensors import StagedOptions
+    from asyncllm.model.option_outcome import Outcome
     from asyncllm.scheduler.batch import Batch
 
 __all__ = ["CUDARunner", "CUDAStep"]
@@ -46,7 +49,7 @@ class CUDAStep:
 
     Args:
         index: the batch's number.
-        results: int32 [2, rows], pinned; right once `done` is.
+        results: int32 [2, most rows], pinned; right once `done` is.
         places: int64 [samples]: the columns of `results` that were asked for.
         done: recorded behind the copy of the results.
     """
@@ -99,7 +102,7 @@ class CUDARunner:
     Args:
         model: the model; the runner gives it up at `close`.
         graphs: of its steps; closed with the runner.
-        kernels: for page copies, which are no part of a step.
+        kernels: as the model has them; for page copies and asking rows, which are no part of a step.
         layouts: the padded sizes.
         staging: host memory for inputs.
     """
@@ -107,8 +110,8 @@ class CUDARunner:
     def __init__(
         self,
         model: FusedModel,
-        graphs: StepGraphs,
-        kernels: StepKernels,
+        graphs: StepGraphs[StepLayout],
+        kernels: Mapping[bool, StepKernels],
         layouts: StepLayouts,
         staging: StepStaging,
     ) -> None:
@@ -117,9 +120,10 @@ class CUDARunner:
         self._kernels = kernels
         self._layouts = layouts
         self._staging = staging
-        self._device = model.input.device
+        self._device = model.buffers.input.device
         self._stream = step_stream(self._device)
-        pinned = [torch.zeros(len(model.output), dtype=torch.int32, pin_memory=True) for _ in range(_TURNS)]
+        output = model.buffers.output
+        pinned = [torch.zeros(output.shape, dtype=output.dtype, pin_memory=True) for _ in range(_TURNS)]
         self._results: list[tuple[torch.Tensor, npt.NDArray[np.int32]]] = [(t, t.numpy()) for t in pinned]
         self._events = [torch.cuda.Event(blocking=_BLOCKING) for _ in range(_TURNS)]
         for event in self._events:
@@ -127,7 +131,8 @@ class CUDARunner:
         self._direct = DirectCalls.find(self._stream)
         self._turn = 0
         self._last: CUDAStep | None = None
-        self._options = OptionSampler(num_slots=len(model.pages.token_pool))
+        self._asked: AskedRows | None = None  # with the first row that asks
+        self._told: ToldRows | None = None
 
     def launch(self, batch: Batch) -> CUDAStep | OptionStep:
         """Enqueue a step and return without waiting for it.
@@ -141,29 +146,20 @@ class CUDARunner:
         layout = self._layouts.choose(batch, self._staging.tiles(batch))
         staged = self._staging.stage(batch, layout)
         self._turn = (self._turn + 1) % _TURNS
-        results, array = self._results[self._turn]
-        event, size = self._events[self._turn], 2 * layout.rows
         if staged.late_writes.size or batch.page_copies.size:
             self._write_pages(model, staged.late_writes, batch.page_copies)
-        options = self._staged_options(batch, staged.places, model.vocab_size)
-        graph = self._graphs.handle(layout)
-        if options is None and self._direct is not None and graph is not None:
-            self._direct.enqueue(
-                staged.address,
-                model.input.data_ptr(),
-                4 * layout.size,
-                graph,
-                model.output.data_ptr(),
-                results.data_ptr(),
-                4 * size,
-                event.cuda_event,
-            )
-        else:
-            self._enqueue(model, staged.block, layout, results[:size], event, options=options)
-        step = CUDAStep(batch.index, array[:size].reshape(2, layout.rows), staged.places, event)
+        results, array = self._results[self._turn]
+        event = self._events[self._turn]
+        try:
+            outcome = self._enqueue(model, batch, staged, layout)
+            self._enqueue_results(model, results, event)
+        except BaseException:
+            self._stream.synchronize()  # nothing reads the host's memory any more
+            raise
+        step = CUDAStep(batch.index, array, staged.places, event)
         staged.read_by(step)
         self._last = step
-        return step if options is None else OptionStep(step, options.outcome)
+        return step if outcome is None else OptionStep(step, outcome)
 
     def close(self) -> None:
         """Wait for what is launched, then give all memory back. Idempotent."""
@@ -173,55 +169,118 @@ class CUDARunner:
             if self._last is not None:
                 self._last.wait()
         finally:
-            self._model = self._last = None
+            asked, told = self._asked, self._told
+            self._model = self._last = self._asked = self._told = None
             self._graphs.close()
+            if asked is not None:
+                asked.close()
+            if told is not None:
+                told.close()
+            del asked, told  # their memory is given back now
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
 
-    def _enqueue(
+    def _enqueue(self, model: FusedModel, batch: Batch, staged: Staged, layout: StepLayout) -> Outcome | None:
+        """Enqueue a step, and what its rows ask behind it; return what will be told beside tokens, if anything."""
+        buffers, graph = model.buffers, self._graphs.handle(layout)
+        token_logits: Callable[[torch.Tensor], torch.Tensor] = buffers.logits.__getitem__
+        if self._direct is not None:
+            self._direct.use_device()
+        if self._direct is not None and graph is not None and not batch.prompt_scores:
+            self._direct.copy_in(buffers.input.data_ptr(), staged.address, 4 * layout.size)
+            self._direct.launch(graph)
+        else:
+            with self._on_stream():
+                buffers.input[: layout.size].copy_(staged.block, non_blocking=True)
+                if batch.prompt_scores:  # by no graph: what logits are made of is kept
+                    token_logits = model.step_of_prompts(layout)
+                else:
+                    self._graphs.run(layout)
+        edited = None
+        if batch.masks or any(asked.edits for asked in batch.options.values()):
+            edited = self._asked_rows(model).enqueue(batch, staged.places, turn=self._turn, direct=self._direct)
+        if not batch.prompt_scores and not any(asked.tells for asked in batch.options.values()):
+            return None
+        if tells_all(batch):
+            return self._told_rows(model).enqueue(batch, staged.places, turn=self._turn, direct=self._direct)
+        return self._enqueue_telling(model, batch, staged, edited, token_logits)
+
+    def _enqueue_telling(
         self,
         model: FusedModel,
-        block: torch.Tensor,
-        layout: StepLayout,
-        results: torch.Tensor,
-        event: torch.cuda.Event,
-        *,
-        options: StagedOptions | None,
-    ) -> None:
-        """Enqueue a step by way of torch."""
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            model.input[: layout.size].copy_(block, non_blocking=True)
-            if options is None:
-                self._graphs.run(layout)
-            else:
-                self._run_options(model, layout, options)
-            results.copy_(model.output[: len(results)], non_blocking=True)
-            event.record(self._stream)
-
-    def _staged_options(self, batch: Batch, places: npt.NDArray[np.int64], vocab_size: int) -> StagedOptions | None:
-        if not (batch.masks or batch.options or batch.prompt_scores):
+        batch: Batch,
+        staged: Staged,
+        edited: torch.Tensor | None,
+        token_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Outcome | None:
+        """Enqueue logprobs of all kinds, and logits for hooks, by torch; `edited` are the edited rows' logits."""
+        told = stage_options(
+            batch,
+            places=staged.places,
+            row_starts=query_places(batch),
+            vocab_size=model.vocab_size,
+            pinned=True,
+            edits=False,
+        )
+        if told is None:
             return None
-        return stage_options(batch, places=places, row_starts=query_places(batch), vocab_size=vocab_size, pinned=True)
+        logits, asking = model.buffers.logits, batch.asking
+        with self._on_stream():
+            inputs = told.on_device(self._device)
+            tokens = model.buffers.output[0, inputs.places].to(torch.int64)
+            after = logits[inputs.places].to(torch.float32)
+            if edited is not None:
+                rows = torch.tensor([asking.index(sample) for sample in batch.edited]).pin_memory()
+                after[rows.to(self._device, non_blocking=True)] = edited
+            tell(told, inputs, logits=logits, edited=after, tokens=tokens, token_logits=token_logits)
+        return told.outcome
 
-    def _run_options(self, model: FusedModel, layout: StepLayout, options: StagedOptions) -> None:
-        """Run a step, and choose the asking rows' tokens again; prompts are scored without the step's graph."""
-        if options.outcome.scores_prompts:
-            logits, token_logits = model.open_step(layout)
+    def _asked_rows(self, model: FusedModel) -> AskedRows:
+        if self._asked is None:
+            self._asked = AskedRows(
+                model.buffers,
+                model.pages.token_pool,
+                self._kernels[True],
+                turns=_TURNS,
+                captures=len(self._graphs) > 0,
+                on_stream=self._on_stream,
+            )
+        return self._asked
+
+    def _told_rows(self, model: FusedModel) -> ToldRows:
+        if self._told is None:
+            self._told = ToldRows(
+                model.buffers,
+                self._kernels[True],
+                turns=_TURNS,
+                captures=len(self._graphs) > 0,
+                on_stream=self._on_stream,
+            )
+        return self._told
+
+    def _enqueue_results(self, model: FusedModel, results: torch.Tensor, event: torch.cuda.Event) -> None:
+        """Enqueue the results' copy, and the event behind it."""
+        output = model.buffers.output
+        if self._direct is not None:
+            self._direct.copy_out(results.data_ptr(), output.data_ptr(), output.nbytes)
+            self._direct.record(event.cuda_event)
         else:
-            logits = self._graphs.run(layout)
-            token_logits = logits.__getitem__
-        asked = self._options.sample(logits, options, token_logits)
-        tokens, finite = model.results(layout)
-        tokens[asked.places] = asked.tokens.to(torch.int32)
-        finite[asked.places] *= asked.left
-        model.pages.token_pool[asked.slots] = asked.tokens.to(torch.int32)
+            with self._on_stream():
+                results.copy_(output, non_blocking=True)
+                event.record(self._stream)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Have torch enqueue on the device's stream."""
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            yield
 
     def _write_pages(self, model: FusedModel, writes: npt.NDArray[np.int32], copies: npt.NDArray[np.int32]) -> None:
         """Do what finds no room in a padded step; rare, so it may take calls of its own."""
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        with self._on_stream():
             if writes.size:
                 slots, columns, pages = torch.from_numpy(writes.copy()).to(self._device)
                 model.pages.table[slots.long(), columns.long()] = pages
             if copies.size:
                 sources, targets = torch.from_numpy(copies.copy()).to(self._device)
-                self._kernels.copy_pages(model.pages, sources, targets)
+                self._kernels[False].copy_pages(model.pages, sources, targets)

@@ -55,30 +55,34 @@ class DirectCalls:
             return None
         return cls(functions, stream=stream.cuda_stream, device=stream.device.index)
 
-    def enqueue(  # noqa: PLR0917 - called once a step, for a step's four calls
-        self, source: int, target: int, size: int, graph: int, results: int, host: int, results_size: int, event: int
-    ) -> None:
-        """Copy a step's inputs in, run its graph, copy its results out, and record the event behind them.
+    def use_device(self) -> None:
+        """Make the stream's device the thread's current one, to which the driver's calls go; once before others."""
+        torch.cuda.set_device(self._device)
 
-        Args:
-            source, target, size: addresses on the host, pinned, and on the device; bytes.
-            graph: handle of the graph.
-            results, host, results_size: addresses on the device and on the host, pinned; bytes.
-            event: handle of the event.
+    def copy_in(self, target: int, source: int, size: int) -> None:
+        """Copy bytes from the host, pinned, to the device.
 
         Raises:
-            RuntimeError: the driver refused.
+            RuntimeError: the driver refused, as from the other calls.
         """
-        torch.cuda.set_device(self._device)  # the driver's calls go to the thread's current device
-        stream = self._stream
-        error = (
-            self._copy_in(target, source, size, stream)
-            or self._launch(graph, stream)
-            or self._copy_out(host, results, results_size, stream)
-            or self._record(event, stream)
-        )
-        if error:
-            raise RuntimeError(f"the CUDA driver refused to enqueue a step: error {error}")
+        _check(self._copy_in(target, source, size, self._stream))
+
+    def launch(self, graph: int) -> None:
+        """Run a graph, by its handle."""
+        _check(self._launch(graph, self._stream))
+
+    def copy_out(self, target: int, source: int, size: int) -> None:
+        """Copy bytes from the device to the host, pinned."""
+        _check(self._copy_out(target, source, size, self._stream))
+
+    def record(self, event: int) -> None:
+        """Record an event, by its handle."""
+        _check(self._record(event, self._stream))
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA driver refused to enqueue a step: error {error}")
 
 
 def graph_handle(graph: torch.cuda.CUDAGraph) -> int | None:

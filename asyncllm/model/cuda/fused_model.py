@@ -14,7 +14,7 @@ import torch
 from asyncllm.model.cuda.tuning import OneRowPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from asyncllm.model.cuda.fused_weights import FusedWeights
     from asyncllm.model.cuda.kv_pages import KVPages
@@ -22,7 +22,31 @@ if TYPE_CHECKING:
     from asyncllm.model.cuda.step_layout import StepLayout, StepSections
     from asyncllm.model.cuda.tuning import RowsPlan, StepPlan
 
-__all__ = ["FusedModel"]
+__all__ = ["FusedModel", "StepBuffers"]
+
+
+class StepBuffers:
+    """What steps read and write beside KV, at the same place for all of them.
+
+    Args:
+        layouts: the steps' padded sizes.
+        vocab_size: columns of the logits.
+        dtype: of the logits.
+        device: where they live.
+
+    Attributes:
+        input: int32 [elements of the largest layout].
+        logits: [most rows, vocab]; a step's are there until the next one.
+        output: int32 [2, most rows]: each row's token and whether its logits were finite.
+    """
+
+    def __init__(
+        self, layouts: Collection[StepLayout], *, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        rows = max(layout.rows for layout in layouts)
+        self.input = torch.zeros(max(layout.size for layout in layouts), dtype=torch.int32, device=device)
+        self.logits = torch.zeros((rows, vocab_size), dtype=dtype, device=device)
+        self.output = torch.zeros((2, rows), dtype=torch.int32, device=device)
 
 
 class FusedModel:
@@ -31,6 +55,7 @@ class FusedModel:
     Args:
         weights: of the model.
         pages: KV, page table and token pool.
+        buffers: inputs, logits and results.
         kernels: for launches one after the other (False), and for dependent ones (True).
         plans: how steps of each layout are computed.
         prompt_tiles_only: all attention is `prompt_attention`, whatever the rows.
@@ -40,59 +65,41 @@ class FusedModel:
         self,
         weights: FusedWeights,
         pages: KVPages,
+        buffers: StepBuffers,
         kernels: Mapping[bool, StepKernels],
         plans: Mapping[StepLayout, StepPlan],
         *,
         prompt_tiles_only: bool,
     ) -> None:
-        device = pages.kv.device
         self.pages = pages
+        self.buffers = buffers
         self._weights = weights
         self._kernels = kernels
         self._plans = plans
         self._prompt_tiles_only = prompt_tiles_only
-        self.input = torch.zeros(max(layout.size for layout in plans), dtype=torch.int32, device=device)
-        self.output = torch.zeros(2 * max(layout.rows for layout in plans), dtype=torch.int32, device=device)
 
     @property
     def layouts(self) -> tuple[StepLayout, ...]:
         """The padded sizes that it can run."""
         return tuple(self._plans)
 
-    def results(self, layout: StepLayout) -> torch.Tensor:
-        """Return where a step's results are: int32 [2, rows], tokens and whether their logits were finite."""
-        return self.output[: 2 * layout.rows].view(2, layout.rows)
+    def step(self, layout: StepLayout) -> None:
+        """Run the step whose inputs are in the buffers: KV, page table, token pool, logits and output are written."""
+        self._sample(layout, self._open(layout)[0])
 
-    def step(self, layout: StepLayout) -> torch.Tensor:
-        """Run the step whose inputs are in `input`: KV, page table, token pool and `output` are written.
-
-        Returns:
-            The logits, [rows, vocab].
-        """
-        inputs, plan = layout.device(self.input), self._plans[layout]
-        kernels = self._kernels[plan.dependent]
-        self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
-        logits, _ = self._logits(inputs, layout, plan, kernels)
-        results = self.results(layout)
-        kernels.sample(logits, inputs, self.pages.token_pool, results, counted=not layout.decodes)
-        return logits
-
-    def open_step(self, layout: StepLayout) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Run a step, and give what its results, and those of its other tokens, are made of.
+    def step_of_prompts(self, layout: StepLayout) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Run a step, and give what its other tokens' logits are made of.
 
         Returns:
-            The logits, [rows, vocab], and a function from places of tokens in the step, int64 [n], to the logits after
-            them, [n, vocab]; to be called before the next step.
+            A function from places of tokens in the step, int64 [n], to the logits after them, [n, vocab]; to be called
+            before the next step.
         """
-        inputs, plan = layout.device(self.input), self._plans[layout]
-        kernels = self._kernels[plan.dependent]
-        self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
-        logits, normed = self._logits(inputs, layout, plan, kernels, all_tokens=True)
-        results = self.results(layout)
-        kernels.sample(logits, inputs, self.pages.token_pool, results, counted=not layout.decodes)
+        logits, normed = self._open(layout, all_tokens=True)
+        self._sample(layout, logits)
         if normed is None:  # every row has one token
-            return logits, lambda places: logits[places]
-        return logits, lambda places: kernels.product(normed[places], self._weights.lm_head, None)
+            return logits.__getitem__
+        kernels, lm_head = self._kernels[self._plans[layout].dependent], self._weights.lm_head
+        return lambda places: kernels.product(normed[places], lm_head, None)
 
     @property
     def vocab_size(self) -> int:
@@ -101,9 +108,16 @@ class FusedModel:
 
     def logits(self, layout: StepLayout) -> torch.Tensor:
         """Return the logits of a step instead of sampling, [rows, vocab]; KV and page table are written."""
-        inputs, plan = layout.device(self.input), self._plans[layout]
+        return self._open(layout)[0]
+
+    def _open(self, layout: StepLayout, *, all_tokens: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs, plan = layout.device(self.buffers.input), self._plans[layout]
         self._kernels[False].write_table(self.pages, inputs.table_writes, inputs.counts)
-        return self._logits(inputs, layout, plan, self._kernels[plan.dependent])[0]
+        return self._logits(inputs, layout, plan, self._kernels[plan.dependent], all_tokens=all_tokens)
+
+    def _sample(self, layout: StepLayout, logits: torch.Tensor) -> None:
+        inputs, kernels = layout.device(self.buffers.input), self._kernels[self._plans[layout].dependent]
+        kernels.sample(logits, inputs, self.pages.token_pool, self.buffers.output, counted=not layout.decodes)
 
     def _logits(
         self,
@@ -115,13 +129,13 @@ class FusedModel:
         all_tokens: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits [rows, vocab]; with `all_tokens`, what they are made of where rows have several tokens."""
-        weights = self._weights
+        weights, out = self._weights, self.buffers.logits[: layout.rows]
         # Not dependent: the page table is read by kernels that wait for nothing but the one before them.
         residual = self._kernels[False].embed(weights.embedding, inputs, self.pages.token_pool)
         if isinstance(plan, OneRowPlan):
             for index in range(len(weights.layers)):
                 self._one_row_layer(residual, index, inputs, plan, kernels)
-            return kernels.normed_row(residual, weights.norm, weights.lm_head, plan.head), None
+            return kernels.normed_row(residual, weights.norm, weights.lm_head, plan.head, out=out), None
         parts: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
             h = kernels.norm(residual, parts, layer.input_norm)  # [tokens, hidden]
@@ -133,10 +147,10 @@ class FusedModel:
         if all_tokens and not layout.decodes:
             normed = kernels.norm(residual, parts, weights.norm)  # [tokens, hidden]
             h = normed[inputs.last_tokens.to(torch.int64)]
-            return kernels.product(h, weights.lm_head, plan.head), normed
+            return kernels.product(h, weights.lm_head, plan.head, out=out), normed
         places = None if layout.decodes else inputs.last_tokens
         h = kernels.norm(residual, parts, weights.norm, places=places)  # [rows, hidden]
-        return kernels.product(h, weights.lm_head, plan.head), None
+        return kernels.product(h, weights.lm_head, plan.head, out=out), None
 
     def _one_row_layer(
         self,

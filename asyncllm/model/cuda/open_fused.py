@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from asyncllm.model.cuda.asked_rows import asked_layouts, launch_asked
 from asyncllm.model.cuda.compiling import compile_steps
 from asyncllm.model.cuda.cuda_runner import CUDARunner
-from asyncllm.model.cuda.fused_model import FusedModel
+from asyncllm.model.cuda.fused_model import FusedModel, StepBuffers
 from asyncllm.model.cuda.fused_weights import FusedWeights
 from asyncllm.model.cuda.graphs import StepGraphs
 from asyncllm.model.cuda.kv_pages import KVPages
@@ -23,14 +24,15 @@ from asyncllm.model.cuda.layouts import StepLayouts
 from asyncllm.model.cuda.memory import StepMemory, measure_steps, pool_pages
 from asyncllm.model.cuda.staging import StepStaging
 from asyncllm.model.cuda.streams import step_stream
-from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels, prompt_tile_tokens
+from asyncllm.model.cuda.told_rows import launch_told, told_layouts
+from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels, prompt_tile_tokens, sampling_parts
 from asyncllm.model.cuda.tuning import default_step_tokens, plan_step
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.sizing import Memory, choose_sizes
 from asyncllm.scheduler.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from asyncllm.backend import Progress
     from asyncllm.config import EngineConfig
@@ -69,6 +71,9 @@ class _Parts:
         self.plans: dict[StepLayout, StepPlan] = {
             layout: plan_step(decoder.config, layout.rows, decodes=layout.decodes) for layout in self.layouts.all()
         }
+        self._buffers = StepBuffers(
+            self.plans, vocab_size=len(self._weights.lm_head.weight), dtype=decoder.dtype, device=decoder.device
+        )
         parts = max(layout.rows * plan.decode.splits for layout, plan in self.plans.items())
         self._scratch = AttentionScratch(
             decoder.config, rows=config.max_running_requests, parts=parts, device=decoder.device
@@ -106,7 +111,28 @@ class _Parts:
             device=self._decoder.device,
         )
         weights = dataclasses.replace(self._weights, layers=self._weights.layers[:layers])
-        return FusedModel(weights, pages, kernels, self.plans, prompt_tiles_only=self._config.batch_invariant)
+        return FusedModel(
+            weights, pages, self._buffers, kernels, self.plans, prompt_tiles_only=self._config.batch_invariant
+        )
+
+    def different_launches(self) -> list[Callable[[], None]]:
+        """Give what launches, but that it is compiled only, every kernel of steps and of asking rows."""
+        kernels = self.kernels(compile_only=True)
+        model = self.model(1, kernels, layers=2)
+        steps = {
+            (plan, layout.decodes, sampling_parts(layout.rows), layout.writes): functools.partial(model.step, layout)
+            for layout, plan in self.plans.items()
+        }
+        pool = model.pages.token_pool
+        asked = {
+            sampling_parts(layout.rows): functools.partial(launch_asked, layout, self._buffers, pool, kernels[True])
+            for layout in asked_layouts(self._config.max_running_requests)
+        }
+        told = {
+            sampling_parts(layout.rows): functools.partial(launch_told, layout, self._buffers, kernels[True])
+            for layout in told_layouts(self._config.max_running_requests)
+        }
+        return [*steps.values(), *asked.values(), *told.values()]
 
     def staging(self) -> StepStaging:
         """Make host memory for inputs."""
@@ -176,9 +202,7 @@ def _sizes(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
 
 def _open_runner(config: EngineConfig, decoder: Decoder, sizes: Sizes, progress: Progress) -> tuple[CUDARunner, Sizes]:
     device, parts = decoder.device, _Parts(config, decoder, sizes)
-    compile_only = parts.model(1, parts.kernels(compile_only=True), layers=2)
-    compile_steps(parts.plans, compile_only.step, functools.partial(progress, _KERNELS))
-    del compile_only
+    compile_steps(parts.different_launches(), functools.partial(progress, _KERNELS))
     if config.kv_pool_tokens is None:
         sizes = _sizes_measured(config, parts, sizes)
     kernels = parts.kernels()
@@ -187,14 +211,14 @@ def _open_runner(config: EngineConfig, decoder: Decoder, sizes: Sizes, progress:
     graphs = StepGraphs(model.step, device)
     try:
         if config.cuda_graphs:
-            layouts = parts.layouts.all()
+            layouts = sorted(parts.layouts.all(), key=lambda each: each.tokens, reverse=True)
             graphs.capture(
                 layouts,
                 functools.partial(_fill_with_padding, model, staging),
                 lambda done: progress(_GRAPHS, done, len(layouts)),
             )
             torch.cuda.empty_cache()
-        return CUDARunner(model, graphs, kernels[False], parts.layouts, staging), sizes
+        return CUDARunner(model, graphs, kernels, parts.layouts, staging), sizes
     except BaseException:
         graphs.close()
         raise
@@ -240,7 +264,7 @@ def _measure(config: EngineConfig, parts: _Parts) -> StepMemory:
 def _fill_with_padding(model: FusedModel, staging: StepStaging, layout: StepLayout) -> None:
     """Put a step of padding alone into the model's input, on the current stream."""
     staged = staging.stage(_EMPTY, layout)
-    model.input[: layout.size].copy_(staged.block)
+    model.buffers.input[: layout.size].copy_(staged.block)
 
 
 def _empty_batch() -> Batch:

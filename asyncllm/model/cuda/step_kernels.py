@@ -6,16 +6,16 @@ to rounding; the second is the reference of the first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from asyncllm.model.cuda.kv_pages import KVPages
-    from asyncllm.model.cuda.step_layout import StepSections
+    from asyncllm.model.cuda.step_layout import AskedSections, StepSections, ToldSections
     from asyncllm.model.cuda.tuning import DecodeTile, OneRow, Tiled
 
-__all__ = ["Projection", "StepKernels"]
+__all__ = ["OptionTables", "Projection", "StepKernels"]
 
 
 class Projection(Protocol):
@@ -28,6 +28,21 @@ class Projection(Protocol):
     @property
     def bias(self) -> torch.Tensor | None:
         """[out], or None."""
+
+
+class OptionTables(NamedTuple):
+    """What asking rows name rows of.
+
+    Args:
+        masks: int32 [any, ceil(vocab / 32)]: the tokens that are left, packed as in `Batch.masks`.
+        additions: float32 [any, vocab], added to logits; -inf bans.
+        counts: int16 [any, vocab]: how often a request generated each token; negative (with the highest bit) for those
+            of its prompt.
+    """
+
+    masks: torch.Tensor
+    additions: torch.Tensor
+    counts: torch.Tensor
 
 
 class StepKernels(Protocol):
@@ -57,8 +72,10 @@ class StepKernels(Protocol):
         With `places`, int32 [rows], return those tokens' alone; the residual is then undefined.
         """
 
-    def product(self, x: torch.Tensor, linear: Projection, block: Tiled | None) -> torch.Tensor:
-        """Return x @ weight.T + bias, [rows, out]."""
+    def product(
+        self, x: torch.Tensor, linear: Projection, block: Tiled | None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x @ weight.T + bias, [rows, out]; with `out`, there."""
 
     def split_product(self, x: torch.Tensor, linear: Projection, block: Tiled | None) -> torch.Tensor:
         """Return parts [n, rows, out] that sum to x @ weight.T + bias."""
@@ -67,9 +84,16 @@ class StepKernels(Protocol):
         """Return silu(gate) * up, [rows, out], for weight [gate's rows, then up's]."""
 
     def normed_row(
-        self, residual: torch.Tensor, norm: torch.Tensor, linear: Projection, block: OneRow, *, gate: bool = False
+        self,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        linear: Projection,
+        block: OneRow,
+        *,
+        gate: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the product (gated if asked) of the one row's RMSNorm, [1, out]."""
+        """Return the product (gated if asked) of the one row's RMSNorm, [1, out]; with `out`, there."""
 
     def add_row(self, residual: torch.Tensor, x: torch.Tensor, linear: Projection, block: OneRow) -> None:
         """Add x @ weight.T + bias to the residual, one row, in place."""
@@ -131,4 +155,29 @@ class StepKernels(Protocol):
         """Choose each row's token: to results, int32 [2, rows], with whether its logits were finite, and to the pool.
 
         With `counted`, rows from `counts[ROWS]` on are left out.
+        """
+
+    def choose_asked(
+        self,
+        logits: torch.Tensor,
+        asked: AskedSections[torch.Tensor],
+        tables: OptionTables,
+        *,
+        edited: torch.Tensor,
+        token_pool: torch.Tensor,
+        results: torch.Tensor,
+    ) -> None:
+        """Choose asking rows' tokens, as `sample` does, from their logits as edited, and count them in the tables.
+
+        The edited logits, before temperature, are in `edited`, float32 [asking, vocab], afterwards; undefined for
+        greedy rows, unless they are `kept`. Where no token is left to choose, the results say that logits were not
+        finite; else that stays as it is.
+        """
+
+    def tell(
+        self, logits: torch.Tensor, told: ToldSections[torch.Tensor], results: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Write what rows are told of their tokens in the results to scores, float32 [rows, 2 + 2 * most].
+
+        That is the logprob and the rank, then ids and then logprobs of the likeliest tokens, in order.
         """

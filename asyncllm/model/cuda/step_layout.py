@@ -1,4 +1,4 @@
-"""A step's inputs as one block of memory: what is where, for a step of a given padded size.
+"""A step's inputs as one block of memory, those of its asking rows as others: what is where, by padded size.
 
 Made anywhere; owns nothing. Invariant: every section starts at a multiple of `_ALIGNMENT` elements, so that a
 kernel compiled for one layout serves all of them.
@@ -12,16 +12,30 @@ import functools
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     import numpy.typing as npt
     import torch
 
-__all__ = ["Counts", "StepLayout", "StepSections"]
+__all__ = [
+    "AskedLayout",
+    "AskedSections",
+    "Counts",
+    "StepLayout",
+    "StepSections",
+    "ToldLayout",
+    "ToldSections",
+]
 
 _ALIGNMENT: Final = 16  # elements of 4 bytes
-_DTYPES: Final = {"temperatures": "float32", "top_ps": "float32", "min_ps": "float32", "seeds": "int64"}  # else int32
+_DTYPES: Final = {  # else int32
+    **dict.fromkeys(("temperatures", "top_ps", "min_ps", "repetitions", "presences", "frequencies"), "float32"),
+    "seeds": "int64",
+}
 
 Section = TypeVar("Section")
+Places = dict[str, tuple[int, int]]
 
 
 class Counts(enum.IntEnum):
@@ -101,36 +115,141 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Elements of 4 bytes of a whole step."""
-        return _places(self)[1]
+        return _step_places(self)[1]
 
     def host(self, block: npt.NDArray[np.int32]) -> StepSections[npt.NDArray[np.generic]]:
         """Give the sections of a host block, int32 [>= size]."""
-        return StepSections(
-            **{
-                name: block[start : start + size].view(_DTYPES.get(name, "int32"))
-                for name, (start, size) in _places(self)[0].items()
-            }
-        )
+        return StepSections(**_host_sections(block, _step_places(self)[0]))
 
     def device(self, block: torch.Tensor) -> StepSections[torch.Tensor]:
         """Give the sections of a device block, int32 [>= size]."""
-        import torch  # noqa: PLC0415 - the layout itself needs none
+        return StepSections(**_device_sections(block, _step_places(self)[0]))
 
-        return StepSections(
-            **{
-                name: block[start : start + size].view(getattr(torch, _DTYPES.get(name, "int32")))
-                for name, (start, size) in _places(self)[0].items()
-            }
-        )
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSections(Generic[Section]):
+    """What a step's asking rows ask, on the host or on the device; int32 [rows] unless said otherwise.
+
+    Args:
+        counts: [4], see `Counts`; of rows alone.
+        places: the row of the step's logits and results.
+        slots: of the token pool.
+        kv_lens: the position of the token that is drawn.
+        temperatures: float32 [rows]; 0 is greedy.
+        top_ps: float32 [rows].
+        top_ks: [rows].
+        min_ps: float32 [rows].
+        seeds: int64 [rows].
+        masks_at: the row of the masks that it takes; negative: none.
+        additions_at: the row of the additions, likewise.
+        counts_at: the row of the counts, if it has penalties, likewise.
+        repetitions, presences, frequencies: float32 [rows], the penalties.
+        kept: not 0 where the edited logits are read afterwards.
+    """
+
+    counts: Section
+    places: Section
+    slots: Section
+    kv_lens: Section
+    temperatures: Section
+    top_ps: Section
+    top_ks: Section
+    min_ps: Section
+    seeds: Section
+    masks_at: Section
+    additions_at: Section
+    counts_at: Section
+    repetitions: Section
+    presences: Section
+    frequencies: Section
+    kept: Section
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AskedLayout:
+    """The padded size of a step's asking rows.
+
+    Args:
+        rows: most of them.
+    """
+
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """Elements of 4 bytes of all sections."""
+        return _asked_places(self)[1]
+
+    def host(self, block: npt.NDArray[np.int32]) -> AskedSections[npt.NDArray[np.generic]]:
+        """Give the sections of a host block, int32 [>= size]."""
+        return AskedSections(**_host_sections(block, _asked_places(self)[0]))
+
+    def device(self, block: torch.Tensor) -> AskedSections[torch.Tensor]:
+        """Give the sections of a device block, int32 [>= size]."""
+        return AskedSections(**_device_sections(block, _asked_places(self)[0]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToldSections(Generic[Section]):
+    """What of a step's rows is to be told, on the host or on the device; int32 [rows] unless said otherwise.
+
+    Args:
+        counts: [4], see `Counts`; of rows alone.
+        places: the row of the step's logits and results.
+        tops: how many of the likeliest tokens.
+    """
+
+    counts: Section
+    places: Section
+    tops: Section
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToldLayout:
+    """The padded size of the rows of which a step tells.
+
+    Args:
+        rows: most of them.
+    """
+
+    rows: int
+
+    @property
+    def size(self) -> int:
+        """Elements of 4 bytes of all sections."""
+        return _told_places(self)[1]
+
+    def host(self, block: npt.NDArray[np.int32]) -> ToldSections[npt.NDArray[np.generic]]:
+        """Give the sections of a host block, int32 [>= size]."""
+        return ToldSections(**_host_sections(block, _told_places(self)[0]))
+
+    def device(self, block: torch.Tensor) -> ToldSections[torch.Tensor]:
+        """Give the sections of a device block, int32 [>= size]."""
+        return ToldSections(**_device_sections(block, _told_places(self)[0]))
+
+
+def _host_sections(block: npt.NDArray[np.int32], places: Places) -> dict[str, npt.NDArray[np.generic]]:
+    return {
+        name: block[start : start + size].view(_DTYPES.get(name, "int32")) for name, (start, size) in places.items()
+    }
+
+
+def _device_sections(block: torch.Tensor, places: Places) -> dict[str, torch.Tensor]:
+    import torch  # noqa: PLC0415 - the layout itself needs none
+
+    return {
+        name: block[start : start + size].view(getattr(torch, _DTYPES.get(name, "int32")))
+        for name, (start, size) in places.items()
+    }
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int]], int]:
+def _step_places(layout: StepLayout) -> tuple[Places, int]:
     """Return the first element and the size of each section, and the size of all."""
     tokens, rows = layout.tokens, layout.rows
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(StepSections)), rows)
     sizes |= {
-        "counts": 4,
+        "counts": len(Counts),
         "token_ids": tokens,
         "token_slots": tokens,
         "positions": tokens,
@@ -138,7 +257,23 @@ def _places(layout: StepLayout) -> tuple[dict[str, tuple[int, int]], int]:
         "seeds": 2 * rows,
     }
     sizes |= {"tile_rows": layout.tiles, "tile_firsts": layout.tiles, "table_writes": 3 * layout.writes}
-    places: dict[str, tuple[int, int]] = {}
+    return _placed(sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _asked_places(layout: AskedLayout) -> tuple[Places, int]:
+    sizes = dict.fromkeys((field.name for field in dataclasses.fields(AskedSections)), layout.rows)
+    return _placed(sizes | {"counts": len(Counts), "seeds": 2 * layout.rows})
+
+
+@functools.lru_cache(maxsize=64)
+def _told_places(layout: ToldLayout) -> tuple[Places, int]:
+    return _placed({"counts": len(Counts), "places": layout.rows, "tops": layout.rows})
+
+
+def _placed(sizes: Mapping[str, int]) -> tuple[Places, int]:
+    """Put sections one after the other."""
+    places: Places = {}
     start = 0
     for name, size in sizes.items():
         places[name] = (start, size)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from asyncllm.model.cuda.kernels.decode_attention import decode_attention
+from asyncllm.model.cuda.kernels.edit import edit_logits
 from asyncllm.model.cuda.kernels.embed import embed_tokens, write_page_table
 from asyncllm.model.cuda.kernels.gate import silu_and_multiply
 from asyncllm.model.cuda.kernels.linear import one_row_product, tiled_product
@@ -23,6 +24,7 @@ from asyncllm.model.cuda.kernels.pages import copy_pages
 from asyncllm.model.cuda.kernels.prompt_attention import prompt_attention
 from asyncllm.model.cuda.kernels.rope import rope_and_store
 from asyncllm.model.cuda.kernels.sample import choose_tokens, find_best
+from asyncllm.model.cuda.kernels.tell import score_parts, tell_tokens
 from asyncllm.model.cuda.step_layout import Counts
 from asyncllm.model.cuda.tuning import PromptTile, invariant_block
 
@@ -30,17 +32,19 @@ if TYPE_CHECKING:
     from typing import Any
 
     from asyncllm.model.cuda.kv_pages import KVPages
-    from asyncllm.model.cuda.step_kernels import Projection
-    from asyncllm.model.cuda.step_layout import StepSections
+    from asyncllm.model.cuda.step_kernels import OptionTables, Projection
+    from asyncllm.model.cuda.step_layout import AskedSections, StepSections, ToldSections
     from asyncllm.model.cuda.tuning import DecodeTile, OneRow, Tiled
     from asyncllm.model.model_config import ModelConfig
 
-__all__ = ["AttentionScratch", "TritonKernels", "prompt_tile_tokens"]
+__all__ = ["AttentionScratch", "TritonKernels", "linear_into", "prompt_tile_tokens", "sampling_parts"]
 
 _LOG2_E: Final = math.log2(math.e)
 _WIDE: Final = 2048  # a row that wants more than four warps
 _FEW_ROWS: Final = 16
+_SOME_ROWS: Final = 128
 _LANES: Final = 8192
+_BLOCK: Final = 2048
 
 
 class AttentionScratch:
@@ -69,6 +73,18 @@ def group_size(config: ModelConfig) -> int:
 def prompt_tile_tokens(config: ModelConfig) -> int:
     """Return how many tokens a tile of prompt attention has."""
     return PromptTile().block // group_size(config)
+
+
+class _SampleScratch:
+    """What the kernels that look through logits leave to those after them; see `kernels.sample`."""
+
+    def __init__(self, rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.parts = sampling_parts(rows)
+        self.stretches = _power_above(-(-vocab // _LANES))
+        found = torch.empty((3, rows, self.parts), dtype=torch.int32, device=device)
+        self.best_values, self.best_tokens, self.finite = found[0].view(torch.float32), found[1], found[2]
+        self.maxima = torch.empty((rows, self.parts * _BLOCK), dtype=dtype, device=device)
+        self.listed = torch.empty((rows, _LANES // self.stretches), dtype=torch.int32, device=device)
 
 
 class TritonKernels:
@@ -176,13 +192,16 @@ class TritonKernels:
         )
         return out
 
-    def product(self, x: torch.Tensor, linear: Projection, block: Tiled | None) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, linear: Projection, block: Tiled | None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Multiply."""
         if self._invariant:
             block = invariant_block(*linear.weight.shape)
         if block is None:
-            return F.linear(x, linear.weight, linear.bias)
-        out = torch.empty((len(x), len(linear.weight)), dtype=self._dtype, device=x.device)
+            return linear_into(out, x, linear)
+        if out is None:
+            out = torch.empty((len(x), len(linear.weight)), dtype=self._dtype, device=x.device)
         self._tiled(x, linear, out.unsqueeze(0), block, gate=False)
         return out
 
@@ -215,11 +234,19 @@ class TritonKernels:
         return out
 
     def normed_row(
-        self, residual: torch.Tensor, norm: torch.Tensor, linear: Projection, block: OneRow, *, gate: bool = False
+        self,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        linear: Projection,
+        block: OneRow,
+        *,
+        gate: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm and multiply in one kernel."""
         outputs = len(linear.weight) // (2 if gate else 1)
-        out = torch.empty((1, outputs), dtype=self._dtype, device=residual.device)
+        if out is None:
+            out = torch.empty((1, outputs), dtype=self._dtype, device=residual.device)
         self._one_row(residual, norm, linear, out, block, gate=gate)
         return out
 
@@ -368,34 +395,143 @@ class TritonKernels:
     ) -> None:
         """Find the best tokens in parts, then choose."""
         rows, vocab = logits.shape
-        parts = 32 if rows <= _FEW_ROWS else 4
-        best = torch.empty((3, rows, parts), dtype=torch.int32, device=logits.device)
-        best_values, best_tokens, finite = best[0].view(torch.float32), best[1], best[2]
-        row_count = inputs.counts[Counts.ROWS :]
-        share = -(-vocab // (parts * 128)) * 128  # so that each part starts where 16 bytes can be read
+        scratch = _SampleScratch(rows, vocab, logits.dtype, logits.device)
         self._launch(
             find_best,
-            (parts, rows),
+            (scratch.parts, rows),
             logits,
-            best_values,
-            best_tokens,
-            finite,
-            row_count,
+            inputs.top_ks,
+            scratch.best_values,
+            scratch.best_tokens,
+            scratch.finite,
+            scratch.maxima,
+            inputs.counts[Counts.ROWS :],
             vocab,
-            share,
             warps=4,
-            PARTS=parts,
-            BLOCK=2048,
+            PARTS=scratch.parts,
+            BLOCK=_BLOCK,
             COUNTED=counted,
             PDL=self._dependent,
         )
+        self._choose(logits, inputs, scratch, token_pool, results, counted=counted)
+
+    def choose_asked(
+        self,
+        logits: torch.Tensor,
+        asked: AskedSections[torch.Tensor],
+        tables: OptionTables,
+        *,
+        edited: torch.Tensor,
+        token_pool: torch.Tensor,
+        results: torch.Tensor,
+    ) -> None:
+        """Apply all options, and find the best tokens in parts, in one pass; then choose, in float32."""
+        rows, vocab = edited.shape
+        scratch = _SampleScratch(rows, vocab, edited.dtype, edited.device)
+        self._launch(
+            edit_logits,
+            (scratch.parts, rows),
+            logits,
+            edited,
+            asked.places,
+            asked.masks_at,
+            tables.masks,
+            asked.additions_at,
+            tables.additions,
+            asked.counts_at,
+            tables.counts,
+            asked.repetitions,
+            asked.presences,
+            asked.frequencies,
+            asked.kept,
+            asked.temperatures,
+            asked.top_ks,
+            scratch.best_values,
+            scratch.best_tokens,
+            scratch.maxima,
+            asked.counts[Counts.ROWS :],
+            vocab,
+            tables.masks.shape[1],
+            warps=4,
+            PARTS=scratch.parts,
+            BLOCK=_BLOCK,
+            PDL=self._dependent,
+        )
+        self._choose(edited, asked, scratch, token_pool, results, counted=True, asked=asked, tables=tables)
+
+    def tell(
+        self, logits: torch.Tensor, told: ToldSections[torch.Tensor], results: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Look through the logits in parts, then put them together."""
+        rows, vocab = len(scores), logits.shape[1]
+        scratch = _SampleScratch(rows, vocab, logits.dtype, logits.device)
+        totals, better, row_count = (
+            torch.empty_like(scratch.best_values),
+            scratch.best_tokens,
+            told.counts[Counts.ROWS :],
+        )
+        self._launch(
+            score_parts,
+            (scratch.parts, rows),
+            logits,
+            told.places,
+            results,
+            scratch.best_values,
+            totals,
+            better,
+            scratch.maxima,
+            row_count,
+            vocab,
+            warps=4,
+            PARTS=scratch.parts,
+            BLOCK=_BLOCK,
+        )
+        self._launch(
+            tell_tokens,
+            (rows,),
+            logits,
+            told.places,
+            told.tops,
+            results,
+            scratch.best_values,
+            totals,
+            better,
+            scratch.maxima,
+            scratch.listed,
+            scores,
+            row_count,
+            vocab,
+            scores.shape[1] // 2 - 1,
+            warps=32,
+            PARTS=scratch.parts,
+            BLOCK=_BLOCK,
+            LANES=_LANES,
+            STRETCHES=scratch.stretches,
+        )
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        inputs: StepSections[torch.Tensor] | AskedSections[torch.Tensor],
+        scratch: _SampleScratch,
+        token_pool: torch.Tensor,
+        results: torch.Tensor,
+        *,
+        counted: bool,
+        asked: AskedSections[torch.Tensor] | None = None,
+        tables: OptionTables | None = None,
+    ) -> None:
+        """Choose tokens, the best of each part being known."""
+        rows, vocab = logits.shape
         self._launch(
             choose_tokens,
             (rows,),
             logits,
-            best_values,
-            best_tokens,
-            finite,
+            scratch.best_values,
+            scratch.best_tokens,
+            scratch.finite,
+            scratch.maxima,
+            scratch.listed,
             inputs.temperatures,
             inputs.top_ps,
             inputs.top_ks,
@@ -405,13 +541,18 @@ class TritonKernels:
             inputs.slots,
             token_pool,
             results,
-            row_count,
-            rows,
+            inputs.counts[Counts.ROWS :],
+            results.stride(0),
             vocab,
+            scratch.listed if asked is None else asked.places,
+            scratch.listed if asked is None else asked.counts_at,
+            scratch.listed if tables is None else tables.counts,
             warps=32,
-            PARTS=parts,
+            PARTS=scratch.parts,
+            BLOCK=_BLOCK,
             LANES=_LANES,
-            STRETCHES=_power_above(-(-vocab // _LANES)),
+            STRETCHES=scratch.stretches,
+            ASKED=asked is not None,
             COUNTED=counted,
             PDL=self._dependent,
         )
@@ -535,6 +676,20 @@ class TritonKernels:
             kernel.warmup(*arguments, grid=grid, **options)
         else:
             kernel[grid](*arguments, **options)
+
+
+def sampling_parts(rows: int) -> int:
+    """Return in how many parts the rows' logits are looked through, so that there are enough programs for a GPU."""
+    return 32 if rows <= _FEW_ROWS else 16 if rows <= _SOME_ROWS else 4
+
+
+def linear_into(out: torch.Tensor | None, x: torch.Tensor, linear: Projection) -> torch.Tensor:
+    """Return torch's x @ weight.T + bias; with `out`, there."""
+    if out is None:
+        return F.linear(x, linear.weight, linear.bias)
+    if linear.bias is None:
+        return torch.mm(x, linear.weight.t(), out=out)
+    return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
 def _or_unused(given: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:

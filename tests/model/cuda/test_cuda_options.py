@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -112,3 +113,60 @@ def test_scoring_generates_nothing(folder: Path) -> None:
         assert long.token_ids == ()
         assert long.prompt_logprobs is not None
         assert len(long.prompt_logprobs) == len(PROMPTS[1])
+
+
+def test_logprobs_after_the_step_are_those_that_torch_finds(folder: Path) -> None:
+    """Alone they are found by kernels of their own; beside a prompt's by torch."""
+    prompts = PROMPTS * 3
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, top_p=0.9, seed=number, logprobs=top)
+        for number, (temperature, top) in enumerate(zip([0.0, 0.8, 1.3] * 5, [0, 1, 5, 20, 3] * 3, strict=True))
+    ]
+    both = [dataclasses.replace(each, prompt_logprobs=0) for each in params]
+    with make_engine(folder, batch_invariant=True) as engine:
+        found, expected = run_all(engine, prompts, params), run_all(engine, prompts, both)
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for told, right in zip(one.logprobs, other.logprobs, strict=True):
+            assert (told.id, told.rank, len(told.top)) == (right.id, right.rank, len(right.top))
+            assert told.logprob == pytest.approx(right.logprob, abs=1e-3)
+            assert [p for _, p in told.top] == pytest.approx([p for _, p in right.top], abs=1e-3)
+
+
+def test_with_and_without_graphs_tokens_are_the_same(folder: Path) -> None:
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(ASKS))]
+    found = []
+    for graphs in (True, False):
+        with make_engine(folder, batch_invariant=True, cuda_graphs=graphs) as engine:
+            found.append([each.token_ids for each in run_all(engine, prompts, ASKS)])
+    assert found[0] == found[1]
+
+
+def test_many_requests_that_all_ask_for_something_else_get_it(folder: Path) -> None:
+    """More than the tables held when their graphs were captured; a second time in slots that others had."""
+    with make_engine(folder) as engine:
+        for first in (10, 60):
+            params = [
+                SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.7, seed=1, logit_bias={first + n: 100.0})
+                for n in range(40)
+            ]
+            completions = run_all(engine, [PROMPTS[n % 5] for n in range(40)], params)
+            assert [set(each.token_ids) for each in completions] == [{first + n} for n in range(40)]
+        plain = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+        after = run_all(engine, PROMPTS, [plain] * 5)
+    with make_engine(folder) as engine:
+        assert [each.token_ids for each in after] == [each.token_ids for each in run_all(engine, PROMPTS, [plain] * 5)]
+
+
+def test_what_ends_a_request_is_out_before_its_least_number_of_tokens(folder: Path) -> None:
+    """And comes at once from it on: it is by far the likeliest."""
+    params = SamplingParams(
+        max_tokens=9, temperature=1.0, seed=2, min_tokens=5, stop_token_ids=[7], logit_bias={7: 100.0}
+    )
+    with make_engine(folder) as engine:
+        for completion in run_all(engine, PROMPTS, [params] * 5):
+            assert len(completion.token_ids) == 6
+            assert completion.token_ids.index(7) == 5
+            assert completion.finish_reason == "stop"

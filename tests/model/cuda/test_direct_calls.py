@@ -36,10 +36,18 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return chosen
 
 
-def test_a_step_is_copied_in_run_copied_out_and_marked_in_this_order(devices: list[int]) -> None:
+def enqueue_all(direct: DirectCalls) -> None:
+    """Make each call once."""
+    direct.use_device()
+    direct.copy_in(20, 10, 64)
+    direct.launch(30)
+    direct.copy_out(50, 40, 8)
+    direct.record(60)
+
+
+def test_what_is_enqueued_goes_to_the_stream_and_to_its_device(devices: list[int]) -> None:
     calls: list[tuple[object, ...]] = []
-    direct = DirectCalls(recorded(calls), stream=9, device=3)
-    direct.enqueue(10, 20, 64, 30, 40, 50, 8, 60)
+    enqueue_all(DirectCalls(recorded(calls), stream=9, device=3))
     assert calls == [
         ("cuMemcpyHtoDAsync_v2", 20, 10, 64, 9),
         ("cuGraphLaunch", 30, 9),
@@ -52,9 +60,8 @@ def test_a_step_is_copied_in_run_copied_out_and_marked_in_this_order(devices: li
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_driver_refuses_is_raised_and_nothing_follows(name: str) -> None:
     calls: list[tuple[object, ...]] = []
-    direct = DirectCalls(recorded(calls, refused=name), stream=9, device=0)
     with pytest.raises(RuntimeError, match="700"):
-        direct.enqueue(10, 20, 64, 30, 40, 50, 8, 60)
+        enqueue_all(DirectCalls(recorded(calls, refused=name), stream=9, device=0))
     assert calls[-1][0] == name
 
 

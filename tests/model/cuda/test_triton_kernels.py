@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from typing import TYPE_CHECKING
-
-import numpy as np
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if not ON_GPU and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4", allow_module_level=True)
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-
-from asyncllm.model.cuda.plain_kernels import PlainKernels  # noqa: E402
-from asyncllm.model.cuda.step_layout import Counts  # noqa: E402
-from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels  # noqa: E402
-from asyncllm.model.cuda.tuning import DecodeTile, OneRow, PromptTile, Tiled  # noqa: E402
-from asyncllm.model.linear import PlainLinear  # noqa: E402
-from helpers.fused_steps import (  # noqa: E402
+from asyncllm.model.cuda.step_layout import Counts
+from asyncllm.model.cuda.tuning import DecodeTile, OneRow, PromptTile, Tiled
+from asyncllm.model.linear import PlainLinear
+from helpers.fused_steps import (
     Sampling,
     make_config,
     make_layout,
@@ -32,14 +17,9 @@ from helpers.fused_steps import (  # noqa: E402
     make_weights,
     random_batch,
 )
+from helpers.sampling_rules import kept_tokens
+from helpers.triton_twins import DEVICE, ON_GPU, both, draw, dtypes, kernels, marks
 
-if TYPE_CHECKING:
-    from asyncllm.model.cuda.step_kernels import StepKernels
-    from asyncllm.model.model_config import ModelConfig
-
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16]
-DEPENDENT = [False, True] if ON_GPU else [False]
 SHAPES: dict[str, dict[str, object]] = {
     "qwen3": {},
     "no head norm, 3 of 3 heads": {
@@ -49,30 +29,14 @@ SHAPES: dict[str, dict[str, object]] = {
     "8 of 1 head of 128": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
 }  # fmt: skip
 
-pytestmark = [
-    pytest.mark.gpu if ON_GPU else pytest.mark.long,  # the interpreter takes minutes
-    pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("ignore"),  # of the interpreter: NumPy's about infinities and conversions
-]
-both = pytest.mark.parametrize("dependent", DEPENDENT)
+pytestmark = marks
 shapes = pytest.mark.parametrize("shape", SHAPES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def kernels(config: ModelConfig, dtype: torch.dtype, *, dependent: bool = False) -> tuple[StepKernels, StepKernels]:
-    """Give the plain ones and those in Triton."""
-    scratch = AttentionScratch(config, rows=32, parts=512, device=DEVICE)
-    return PlainKernels(config, dtype), TritonKernels(config, dtype, scratch, dependent=dependent)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, *, tolerance: float = 5e-3) -> None:
     """Compare by the norm of the difference: rounding of 16 bits, however large the values are."""
     error = (got.float() - expected.float()).norm() / expected.float().norm()
     assert error < tolerance, f"relative error {error}"
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
 @dtypes
@@ -290,21 +254,6 @@ def test_a_drawn_token_is_among_those_that_the_rules_keep(
         expected = torch.empty_like(results)
         plain.sample(logits, step, pages.token_pool, expected, counted=True)
         assert torch.equal(results[:, :6], expected[:, :6])  # a small vocabulary is gone through in its order
-
-
-def kept_tokens(logits: torch.Tensor, sampling: Sampling) -> set[int]:
-    """Sort, to say what the rules keep."""
-    if sampling.temperature == 0.0:
-        return {int(logits.argmax())}
-    weights = ((logits - logits.max()) / sampling.temperature).exp()
-    order = logits.argsort(descending=True, stable=True)
-    if sampling.top_k:
-        order = order[logits[order] >= logits[order[sampling.top_k - 1]]]
-    if sampling.top_p < 1.0:
-        share = weights[order] / weights[order].sum()
-        last = int((share.cumsum(0) - share < sampling.top_p).sum().clamp(min=1)) - 1
-        order = order[logits[order] >= logits[order[last]]]
-    return set(order[weights[order] >= sampling.min_p].tolist())
 
 
 @dtypes

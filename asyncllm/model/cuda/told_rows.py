@@ -1,0 +1,180 @@
+"""The rows of a step on a GPU whose logprobs are asked for: found by two kernels behind the step.
+
+Runs on the engine thread; what it enqueues runs on the engine's CUDA stream. Owns, for each padded number of rows, the
+inputs, the scores and the graph, made at their first use. Invariant: of the vocabulary nothing comes to the host but
+what was asked for.
+
+This is for the model's own logits, after which most ask; `asyncllm.model.option_sampler.tell` does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from asyncllm.model.cuda.staged_graph import StagedGraph, padded_rows
+from asyncllm.model.cuda.step_layout import Counts, ToldLayout
+from asyncllm.model.option_outcome import read_logprob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from asyncllm.model.cuda.direct_calls import DirectCalls
+    from asyncllm.model.cuda.fused_model import StepBuffers
+    from asyncllm.model.cuda.step_kernels import StepKernels
+    from asyncllm.scheduler.batch import Batch, StepResult
+
+__all__ = ["ToldRows", "launch_told", "tells_all", "told_layouts"]
+
+_MOST: Final = 32  # likeliest tokens of a row; who asks for more takes the other way
+
+
+def told_layouts(max_rows: int) -> list[ToldLayout]:
+    """Return the padded sizes of the rows that are told of."""
+    return [ToldLayout(rows=rows) for rows in padded_rows(max_rows)]
+
+
+def launch_told(layout: ToldLayout, buffers: StepBuffers, kernels: StepKernels) -> None:
+    """Launch the kernels for so many rows once, with kernels that are compiled only."""
+    device = buffers.logits.device
+    told = layout.device(torch.zeros(layout.size, dtype=torch.int32, device=device))
+    scores = torch.zeros((layout.rows, 2 + 2 * _MOST), dtype=torch.float32, device=device)
+    kernels.tell(buffers.logits, told, buffers.output, scores)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Told:
+    """What will be told; an `Outcome`.
+
+    Args:
+        scores: float32 [rows, 2 + 2 * _MOST], pinned; right once the step is done.
+        asked: the samples, each with the number of likeliest tokens, in the order of the rows.
+    """
+
+    scores: npt.NDArray[np.float32]
+    asked: list[tuple[int, int]]
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Return the result with the logprobs."""
+        logprobs = {
+            sample: read_logprob(result.token_ids[sample], row, _MOST, count)
+            for (sample, count), row in zip(self.asked, self.scores.tolist(), strict=True)
+        }
+        return dataclasses.replace(result, logprobs=logprobs)
+
+
+def tells_all(batch: Batch) -> bool:
+    """Whether `ToldRows` can tell all that a step's rows ask to be told."""
+    return not batch.prompt_scores and all(
+        asked.hook is None and not asked.processed_logprobs and (asked.logprobs or 0) <= _MOST
+        for asked in batch.options.values()
+        if asked.tells
+    )
+
+
+class _Sized:
+    """What so many rows need.
+
+    Args:
+        layout: how many.
+        graph: has their inputs and runs their kernels.
+        turns: host blocks that take turns.
+    """
+
+    def __init__(self, layout: ToldLayout, graph: StagedGraph, *, turns: int) -> None:
+        device, shape = graph.input.device, (layout.rows, 2 + 2 * _MOST)
+        pinned = device.type == "cuda"
+        self.graph = graph
+        self.host = [layout.host(graph.host(turn)) for turn in range(turns)]
+        self.told = layout.device(graph.input)
+        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.results = [torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(turns)]
+
+
+class ToldRows:
+    """Find logprobs behind a step, once its tokens are chosen.
+
+    Args:
+        buffers: of the steps: their logits and results are read.
+        kernels: tell.
+        turns: steps whose host memory is used at once.
+        captures: whether to run by CUDA graphs.
+        on_stream: makes the engine's stream the current one.
+    """
+
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        kernels: StepKernels,
+        *,
+        turns: int,
+        captures: bool,
+        on_stream: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._buffers = buffers
+        self._kernels = kernels
+        self._turns = turns
+        self._captures = captures
+        self._on_stream = on_stream
+        self._layouts = told_layouts(buffers.output.shape[1])
+        self._sizes: dict[ToldLayout, _Sized] = {}
+
+    def enqueue(self, batch: Batch, places: npt.NDArray[np.integer], *, turn: int, direct: DirectCalls | None) -> _Told:
+        """Enqueue what rows want to be told of their tokens, behind the choice of these.
+
+        Args:
+            batch: the step.
+            places: int [samples]: the row of the logits that each sample has.
+            turn: which host memory is free.
+            direct: makes calls without torch.
+        """
+        asked = [(sample, each.logprobs) for sample, each in batch.options.items() if each.logprobs is not None]
+        size = self._ready(len(asked))
+        to, count = size.host[turn], len(asked)
+        to.counts[Counts.ROWS] = count
+        to.places[:count] = places[[sample for sample, _ in asked]]
+        to.tops[:count] = [top for _, top in asked]
+        size.graph.run(turn, direct)
+        results = size.results[turn]
+        if direct is not None:
+            direct.copy_out(results.data_ptr(), size.scores.data_ptr(), size.scores[:count].nbytes)
+        else:
+            with self._on_stream():
+                results[:count].copy_(size.scores[:count], non_blocking=True)
+        return _Told(results[:count].numpy(), asked)
+
+    def close(self) -> None:
+        """Give the graphs back. Idempotent; nothing may be running."""
+        for size in self._sizes.values():
+            size.graph.close()
+        self._sizes.clear()
+
+    def _ready(self, rows: int) -> _Sized:
+        """Return what so many rows need, made at the first use."""
+        layout = next(each for each in self._layouts if rows <= each.rows)
+        size = self._sizes.get(layout)
+        if size is None:
+            graph = StagedGraph(
+                layout.size,
+                functools.partial(self._run, layout),
+                turns=self._turns,
+                captures=self._captures,
+                device=self._buffers.logits.device,
+                on_stream=self._on_stream,
+            )
+            with self._on_stream():
+                size = _Sized(layout, graph, turns=self._turns)
+            self._sizes[layout] = size
+        return size
+
+    def _run(self, layout: ToldLayout) -> None:
+        """Launch the kernels for so many rows."""
+        size = self._sizes[layout]
+        self._kernels.tell(self._buffers.logits, size.told, self._buffers.output, size.scores)
