@@ -44,17 +44,16 @@ def asked_layouts(max_rows: int) -> list[AskedLayout]:
     return [AskedLayout(rows=rows) for rows in padded_rows(max_rows)]
 
 
-def launch_asked(layout: AskedLayout, buffers: StepBuffers, token_pool: torch.Tensor, kernels: StepKernels) -> None:
-    """Launch the kernels for so many rows once, with kernels that are compiled only: nothing is as large as it says."""
-    vocab_size, device = buffers.logits.shape[1], buffers.logits.device
+def launch_asked(buffers: StepBuffers, token_pool: torch.Tensor, kernels: StepKernels) -> None:
+    """Launch the kernels once, for one row, so that they are compiled; they are the same for any number."""
+    layout, vocab_size, device = AskedLayout(rows=1), buffers.logits.shape[1], buffers.logits.device
     asked = layout.device(torch.zeros(layout.size, dtype=torch.int32, device=device))
     edited = torch.zeros((1, vocab_size), dtype=torch.float32, device=device)
     tables = OptionTables(
         masks=torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32, device=device),
-        additions=edited,
+        additions=torch.zeros((1, vocab_size), dtype=torch.float32, device=device),
         counts=torch.zeros((1, vocab_size), dtype=torch.int16, device=device),
     )
-    edited = edited.expand(layout.rows, -1)
     kernels.choose_asked(buffers.logits, asked, tables, edited=edited, token_pool=token_pool, results=buffers.output)
 
 

@@ -116,8 +116,8 @@ class FusedModel:
         return self._logits(inputs, layout, plan, self._kernels[plan.dependent], all_tokens=all_tokens)
 
     def _sample(self, layout: StepLayout, logits: torch.Tensor) -> None:
-        inputs, kernels = layout.device(self.buffers.input), self._kernels[self._plans[layout].dependent]
-        kernels.sample(logits, inputs, self.pages.token_pool, self.buffers.output, counted=not layout.decodes)
+        inputs = layout.device(self.buffers.input)
+        self._kernels[True].sample(logits, inputs, self.pages.token_pool, self.buffers.output)
 
     def _logits(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from asyncllm.model.cuda.asked_rows import asked_layouts, launch_asked
+from asyncllm.model.cuda.asked_rows import launch_asked
 from asyncllm.model.cuda.compiling import compile_steps
 from asyncllm.model.cuda.cuda_runner import CUDARunner
 from asyncllm.model.cuda.fused_model import FusedModel, StepBuffers
@@ -24,8 +24,8 @@ from asyncllm.model.cuda.layouts import StepLayouts
 from asyncllm.model.cuda.memory import StepMemory, measure_steps, pool_pages
 from asyncllm.model.cuda.staging import StepStaging
 from asyncllm.model.cuda.streams import step_stream
-from asyncllm.model.cuda.told_rows import launch_told, told_layouts
-from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels, prompt_tile_tokens, sampling_parts
+from asyncllm.model.cuda.told_rows import launch_told
+from asyncllm.model.cuda.triton_kernels import AttentionScratch, TritonKernels, prompt_tile_tokens
 from asyncllm.model.cuda.tuning import default_step_tokens, plan_step
 from asyncllm.model.decoder import Decoder
 from asyncllm.model.sizing import Memory, choose_sizes
@@ -120,19 +120,15 @@ class _Parts:
         kernels = self.kernels(compile_only=True)
         model = self.model(1, kernels, layers=2)
         steps = {
-            (plan, layout.decodes, sampling_parts(layout.rows), layout.writes): functools.partial(model.step, layout)
+            (plan, layout.decodes, layout.writes): functools.partial(model.step, layout)
             for layout, plan in self.plans.items()
         }
         pool = model.pages.token_pool
-        asked = {
-            sampling_parts(layout.rows): functools.partial(launch_asked, layout, self._buffers, pool, kernels[True])
-            for layout in asked_layouts(self._config.max_running_requests)
-        }
-        told = {
-            sampling_parts(layout.rows): functools.partial(launch_told, layout, self._buffers, kernels[True])
-            for layout in told_layouts(self._config.max_running_requests)
-        }
-        return [*steps.values(), *asked.values(), *told.values()]
+        return [
+            *steps.values(),
+            functools.partial(launch_asked, self._buffers, pool, kernels[True]),
+            functools.partial(launch_told, self._buffers, kernels[True]),
+        ]
 
     def staging(self) -> StepStaging:
         """Make host memory for inputs."""

@@ -188,12 +188,9 @@ class PlainKernels:
         inputs: StepSections[torch.Tensor],
         token_pool: torch.Tensor,
         results: torch.Tensor,
-        *,
-        counted: bool,
     ) -> None:
         """Choose row by row."""
-        rows = int(inputs.counts[Counts.ROWS]) if counted else logits.shape[0]
-        for row in range(rows):
+        for row in range(int(inputs.counts[Counts.ROWS])):
             token = self._choose(logits[row].float(), inputs, row)
             token_pool[inputs.slots[row].long()] = token
             results[0, row] = token

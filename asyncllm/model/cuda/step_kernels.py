@@ -149,12 +149,10 @@ class StepKernels(Protocol):
         inputs: StepSections[torch.Tensor],
         token_pool: torch.Tensor,
         results: torch.Tensor,
-        *,
-        counted: bool,
     ) -> None:
         """Choose each row's token: to results, int32 [2, rows], with whether its logits were finite, and to the pool.
 
-        With `counted`, rows from `counts[ROWS]` on are left out.
+        Rows from `counts[ROWS]` on are left out.
         """
 
     def choose_asked(

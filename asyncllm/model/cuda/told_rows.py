@@ -41,11 +41,11 @@ def told_layouts(max_rows: int) -> list[ToldLayout]:
     return [ToldLayout(rows=rows) for rows in padded_rows(max_rows)]
 
 
-def launch_told(layout: ToldLayout, buffers: StepBuffers, kernels: StepKernels) -> None:
-    """Launch the kernels for so many rows once, with kernels that are compiled only."""
-    device = buffers.logits.device
+def launch_told(buffers: StepBuffers, kernels: StepKernels) -> None:
+    """Launch the kernels once, for one row, so that they are compiled; they are the same for any number."""
+    layout, device = ToldLayout(rows=1), buffers.logits.device
     told = layout.device(torch.zeros(layout.size, dtype=torch.int32, device=device))
-    scores = torch.zeros((layout.rows, 2 + 2 * _MOST), dtype=torch.float32, device=device)
+    scores = torch.zeros((1, 2 + 2 * _MOST), dtype=torch.float32, device=device)
     kernels.tell(buffers.logits, told, buffers.output, scores)
 
 

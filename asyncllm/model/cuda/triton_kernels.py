@@ -43,6 +43,7 @@ _LOG2_E: Final = math.log2(math.e)
 _WIDE: Final = 2048  # a row that wants more than four warps
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 128
+_MOST_PARTS: Final = 32
 _LANES: Final = 8192
 _BLOCK: Final = 2048
 
@@ -390,8 +391,6 @@ class TritonKernels:
         inputs: StepSections[torch.Tensor],
         token_pool: torch.Tensor,
         results: torch.Tensor,
-        *,
-        counted: bool,
     ) -> None:
         """Find the best tokens in parts, then choose."""
         rows, vocab = logits.shape
@@ -407,13 +406,12 @@ class TritonKernels:
             scratch.maxima,
             inputs.counts[Counts.ROWS :],
             vocab,
+            scratch.parts,
             warps=4,
-            PARTS=scratch.parts,
             BLOCK=_BLOCK,
-            COUNTED=counted,
             PDL=self._dependent,
         )
-        self._choose(logits, inputs, scratch, token_pool, results, counted=counted)
+        self._choose(logits, inputs, scratch, token_pool, results)
 
     def choose_asked(
         self,
@@ -452,12 +450,12 @@ class TritonKernels:
             asked.counts[Counts.ROWS :],
             vocab,
             tables.masks.shape[1],
+            scratch.parts,
             warps=4,
-            PARTS=scratch.parts,
             BLOCK=_BLOCK,
             PDL=self._dependent,
         )
-        self._choose(edited, asked, scratch, token_pool, results, counted=True, asked=asked, tables=tables)
+        self._choose(edited, asked, scratch, token_pool, results, asked=asked, tables=tables)
 
     def tell(
         self, logits: torch.Tensor, told: ToldSections[torch.Tensor], results: torch.Tensor, scores: torch.Tensor
@@ -482,8 +480,8 @@ class TritonKernels:
             scratch.maxima,
             row_count,
             vocab,
+            scratch.parts,
             warps=4,
-            PARTS=scratch.parts,
             BLOCK=_BLOCK,
         )
         self._launch(
@@ -502,8 +500,9 @@ class TritonKernels:
             row_count,
             vocab,
             scores.shape[1] // 2 - 1,
+            scratch.parts,
             warps=32,
-            PARTS=scratch.parts,
+            MOST_PARTS=_MOST_PARTS,
             BLOCK=_BLOCK,
             LANES=_LANES,
             STRETCHES=scratch.stretches,
@@ -517,7 +516,6 @@ class TritonKernels:
         token_pool: torch.Tensor,
         results: torch.Tensor,
         *,
-        counted: bool,
         asked: AskedSections[torch.Tensor] | None = None,
         tables: OptionTables | None = None,
     ) -> None:
@@ -547,13 +545,13 @@ class TritonKernels:
             scratch.listed if asked is None else asked.places,
             scratch.listed if asked is None else asked.counts_at,
             scratch.listed if tables is None else tables.counts,
+            scratch.parts,
             warps=32,
-            PARTS=scratch.parts,
+            MOST_PARTS=_MOST_PARTS,
             BLOCK=_BLOCK,
             LANES=_LANES,
             STRETCHES=scratch.stretches,
             ASKED=asked is not None,
-            COUNTED=counted,
             PDL=self._dependent,
         )
 
@@ -680,7 +678,7 @@ class TritonKernels:
 
 def sampling_parts(rows: int) -> int:
     """Return in how many parts the rows' logits are looked through, so that there are enough programs for a GPU."""
-    return 32 if rows <= _FEW_ROWS else 16 if rows <= _SOME_ROWS else 4
+    return _MOST_PARTS if rows <= _FEW_ROWS else 16 if rows <= _SOME_ROWS else 4
 
 
 def linear_into(out: torch.Tensor | None, x: torch.Tensor, linear: Projection) -> torch.Tensor:

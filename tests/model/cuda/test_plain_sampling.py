@@ -57,7 +57,7 @@ def sampled(logits: torch.Tensor, inputs: StepSections[torch.Tensor]) -> torch.T
     rows = len(inputs.slots)
     results = torch.full((2, rows), -1, dtype=torch.int32, device="cpu")
     token_pool = torch.full((rows + 1,), -1, dtype=torch.int32, device="cpu")
-    KERNELS.sample(logits.expand(rows, -1), inputs, token_pool, results, counted=False)
+    KERNELS.sample(logits.expand(rows, -1), inputs, token_pool, results)
     assert torch.equal(token_pool[inputs.slots.long()], results[0])
     assert results[1].all()
     return results[0]

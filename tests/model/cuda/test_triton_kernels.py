@@ -245,14 +245,14 @@ def test_a_drawn_token_is_among_those_that_the_rules_keep(
         batch = random_batch([1] * 6, seed=seed, sampling=sampling)
         step = make_step(batch, make_layout(batch, rows=8, tokens=8), DEVICE)
         results = torch.full((2, 8), -1, dtype=torch.int32, device=DEVICE)
-        fast.sample(logits, step, pages.token_pool, results, counted=True)
+        fast.sample(logits, step, pages.token_pool, results)
         assert results[1].tolist() == [1] * 6 + [-1] * 2
         assert results[0, 6:].tolist() == [-1, -1]
         for row in range(6):
             assert int(results[0, row]) in kept_tokens(logits[row].float(), sampling)
             assert pages.token_pool[step.slots[row].long()] == results[0, row]
         expected = torch.empty_like(results)
-        plain.sample(logits, step, pages.token_pool, expected, counted=True)
+        plain.sample(logits, step, pages.token_pool, expected)
         assert torch.equal(results[:, :6], expected[:, :6])  # a small vocabulary is gone through in its order
 
 
@@ -269,6 +269,6 @@ def test_logits_that_are_not_finite_are_told_and_give_a_token(dtype: torch.dtype
         batch = random_batch([1] * 4, sampling=Sampling(temperature=temperature, top_k=4, top_p=0.9))
         step = make_step(batch, make_layout(batch), DEVICE)
         results = torch.empty((2, 4), dtype=torch.int32, device=DEVICE)
-        fast.sample(logits, step, pages.token_pool, results, counted=False)
+        fast.sample(logits, step, pages.token_pool, results)
         assert results[1].tolist() == [1, 0, 0, 0]
         assert ((results[0] >= 0) & (results[0] < config.vocab_size)).all()

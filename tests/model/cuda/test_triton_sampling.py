@@ -247,7 +247,7 @@ def sample_step(kernel: StepKernels, logits: torch.Tensor, asked: AskedSections[
         getattr(inputs, name).copy_(getattr(asked, name))
     results = torch.full((2, len(logits)), UNTOUCHED, dtype=torch.int32, device=DEVICE)
     pool = torch.full((SLOTS + 1,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    kernel.sample(logits, inputs, pool, results, counted=True)
+    kernel.sample(logits, inputs, pool, results)
     assert (results[:, rows:] == UNTOUCHED).all()
     assert torch.equal(results[1, :rows], logits[:rows].isfinite().all(dim=1).int())
     assert torch.equal(pool[asked.slots[:rows].long()], results[0, :rows])

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 __all__ = ["edit_logits"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def edit_logits(
     logits,
     edited,
@@ -36,11 +36,11 @@ def edit_logits(
     row_count,
     vocab,
     words,
-    PARTS: tl.constexpr,
+    parts,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write row `places[i]` of logits, edited, to row i of edited: float32 [rows, vocab]; grid (PARTS, rows).
+    """Write row `places[i]` of logits, edited, to row i of edited: float32 [rows, vocab]; grid (parts, rows).
 
     Greedy rows need their best token alone: they are written only where `kept[i]` is not 0. best_values, best_tokens
     and maxima are those of `asyncllm.model.cuda.kernels.sample.find_best`.
@@ -68,7 +68,7 @@ def edit_logits(
     repetition = tl.load(repetitions + row)
     presence = tl.load(presences + row)
     frequency = tl.load(frequencies + row)
-    for first in range(part * BLOCK, vocab, PARTS * BLOCK):
+    for first in range(part * BLOCK, vocab, parts * BLOCK):
         token = first + lane
         inside = token < vocab
         value = tl.load(logits + place * vocab + token, mask=inside, other=0.0).to(tl.float32)
@@ -91,7 +91,7 @@ def edit_logits(
         where = tl.where(better, token, where)
         highest = tl.where(better, value, highest)
     best = tl.max(highest)
-    at = row * PARTS + part
+    at = row * parts + part
     tl.store(best_values + at, best)
     tl.store(best_tokens + at, tl.min(tl.where(highest == best, where, vocab - 1)))
     if tl.load(top_ks + row) > 0:

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 __all__ = ["choose_tokens", "find_best", "kth_largest", "largest_of_groups"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def find_best(
     logits,
     top_ks,
@@ -33,30 +33,28 @@ def find_best(
     maxima,
     row_count,
     vocab,
-    PARTS: tl.constexpr,
+    parts,
     BLOCK: tl.constexpr,
-    COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of each part of a row, and whether all logits there are finite; grid (PARTS, rows).
+    """The best token of each part of a row, and whether all logits there are finite; grid (parts, rows).
 
-    A part is every PARTS-th block of BLOCK tokens; best_values, best_tokens and finite are [rows, PARTS]. Rows with
-    top-k get the largest logit of each of a part's lanes, too: maxima is [rows, PARTS * BLOCK], see
-    `largest_of_groups`. With COUNTED, rows from `row_count[0]` on are left out.
+    A part is every parts-th block of BLOCK tokens; best_values, best_tokens and finite are [rows, parts]. Rows with
+    top-k get the largest logit of each of a part's lanes, too: maxima is [rows, parts * BLOCK], see
+    `largest_of_groups`. Rows from `row_count[0]` on are left out.
     """
     part = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if COUNTED:
-        if row >= tl.load(row_count):
-            return
+    if row >= tl.load(row_count):
+        return
     lane = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
-    for first in range(part * BLOCK, vocab, PARTS * BLOCK):
+    for first in range(part * BLOCK, vocab, parts * BLOCK):
         token = first + lane
         inside = token < vocab
         value = tl.load(logits + row.to(tl.int64) * vocab + token, mask=inside, other=float("-inf")).to(tl.float32)
@@ -65,7 +63,7 @@ def find_best(
         highest = tl.where(better, value, highest)
         broken = tl.where(inside & ((value - value) != 0.0), 1, broken)  # infinite, or not a number
     best = tl.max(highest)
-    at = row * PARTS + part
+    at = row * parts + part
     tl.store(best_values + at, best)
     tl.store(best_tokens + at, tl.min(tl.where(highest == best, where, vocab - 1)))
     tl.store(finite + at, 1 - tl.max(broken))
@@ -74,12 +72,12 @@ def find_best(
 
 
 @triton.jit
-def largest_of_groups(maxima, row, PARTS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """The largest logit of each group, [LANES]: PARTS * BLOCK / LANES parts have tokens of it."""
-    first = maxima + row * PARTS * BLOCK + tl.arange(0, LANES)
+def largest_of_groups(maxima, row, parts, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """The largest logit of each group, [LANES]: parts * BLOCK / LANES parts have tokens of it."""
+    first = maxima + row * parts * BLOCK + tl.arange(0, LANES)
     largest = tl.load(first)
-    for piece in tl.static_range(1, PARTS * BLOCK // LANES):
-        largest = tl.maximum(largest, tl.load(first + piece * LANES))
+    for piece in range(1, parts * BLOCK // LANES):
+        largest = tl.maximum(largest, tl.load(first + piece * LANES)).to(largest.dtype)
     return largest
 
 
@@ -230,7 +228,7 @@ def _draw(
     return place
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def choose_tokens(
     logits,
     best_values,
@@ -253,12 +251,12 @@ def choose_tokens(
     places,
     counts_at,
     counts,
-    PARTS: tl.constexpr,
+    parts,
+    MOST_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     STRETCHES: tl.constexpr,
     ASKED: tl.constexpr,
-    COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each row's token and whether its logits were finite, to results [2, rows] and the token pool; grid (rows).
@@ -274,15 +272,17 @@ def choose_tokens(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if COUNTED:
-        if row >= tl.load(row_count):
-            return
+    if row >= tl.load(row_count):
+        return
     number = tl.arange(0, LANES)
     room: tl.constexpr = LANES // STRETCHES
-    part = row * PARTS + tl.arange(0, PARTS)
-    part_best = tl.load(best_values + part)
+    part = tl.arange(0, MOST_PARTS)
+    is_part = part < parts
+    part += row * parts
+    part_best = tl.load(best_values + part, mask=is_part, other=float("-inf"))
     best = tl.max(part_best)
-    token = tl.min(tl.where(part_best == best, tl.load(best_tokens + part), vocab - 1))
+    part_token = tl.load(best_tokens + part, mask=is_part, other=vocab - 1)
+    token = tl.min(tl.where(part_best == best, part_token, vocab - 1))
     temperature = tl.load(temperatures + row)
     if temperature > 0:
         row_logits = logits + row.to(tl.int64) * vocab
@@ -294,7 +294,7 @@ def choose_tokens(
         position = tl.load(positions + row)
         few = 0  # groups that have all that top-k keeps
         if (top_k > 0) & (top_k <= room // 2):
-            largest = largest_of_groups(maxima, row, PARTS, BLOCK, LANES)
+            largest = largest_of_groups(maxima, row, parts, BLOCK, LANES)
             bound = kth_largest(row_logits, largest, vocab, top_k, best, True, LANES)
             reaches = (largest.to(tl.float32) >= bound) & (largest.to(tl.float32) > float("-inf"))
             few = tl.sum(reaches.to(tl.int32))
@@ -333,4 +333,4 @@ def choose_tokens(
             tl.store(cell, count + ((count & 0x7FFF) < 0x7FFF).to(tl.int16))
     else:
         tl.store(results + row, token)
-        tl.store(results + rows + row, tl.min(tl.load(finite + part)))
+        tl.store(results + rows + row, tl.min(tl.load(finite + part, mask=is_part, other=1)))

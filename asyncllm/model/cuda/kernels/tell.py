@@ -14,7 +14,7 @@ from asyncllm.model.cuda.kernels.sample import kth_largest, largest_of_groups
 __all__ = ["score_parts", "tell_tokens"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def score_parts(
     logits,
     places,
@@ -25,12 +25,12 @@ def score_parts(
     maxima,
     row_count,
     vocab,
-    PARTS: tl.constexpr,
+    parts,
     BLOCK: tl.constexpr,
 ):
     """Of each part of row `places[i]`: its largest logit, the weights relative to it, how many exceed the chosen one's.
 
-    Grid (PARTS, rows); highest, totals and better are [rows, PARTS]; for parts and maxima see `find_best`. The chosen
+    Grid (parts, rows); highest, totals and better are [rows, parts]; for parts and maxima see `find_best`. The chosen
     token is in the results. Rows from `row_count[0]` on are left out.
     """
     part = tl.program_id(0)
@@ -44,7 +44,7 @@ def score_parts(
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     exceeding = tl.zeros([BLOCK], tl.int32)
-    for first in range(part * BLOCK, vocab, PARTS * BLOCK):
+    for first in range(part * BLOCK, vocab, parts * BLOCK):
         token = first + lane
         value = tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, value)
@@ -54,14 +54,14 @@ def score_parts(
         exceeding += (value > chosen).to(tl.int32)
     best = tl.max(largest)
     base = tl.where(best == float("-inf"), 0.0, best)
-    at = row * PARTS + part
+    at = row * parts + part
     tl.store(highest + at, best)
     tl.store(totals + at, tl.sum(weights * tl.exp(largest - base)))
     tl.store(better + at, tl.sum(exceeding))
     tl.store(maxima + at * BLOCK + lane, largest.to(maxima.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def tell_tokens(
     logits,
     places,
@@ -76,7 +76,8 @@ def tell_tokens(
     row_count,
     vocab,
     most,
-    PARTS: tl.constexpr,
+    parts,
+    MOST_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     STRETCHES: tl.constexpr,
@@ -95,15 +96,18 @@ def tell_tokens(
     place = tl.load(places + row).to(tl.int64)
     row_logits = logits + place * vocab
     chosen = tl.load(row_logits + tl.load(results + place)).to(tl.float32)
-    part = row * PARTS + tl.arange(0, PARTS)
-    part_best = tl.load(highest + part)
+    part = tl.arange(0, MOST_PARTS)
+    is_part = part < parts
+    part += row * parts
+    part_best = tl.load(highest + part, mask=is_part, other=float("-inf"))
     best = tl.max(part_best)
-    whole = best + tl.log(tl.sum(tl.load(totals + part) * tl.exp(part_best - best)))
+    total = tl.load(totals + part, mask=is_part, other=0.0)
+    whole = best + tl.log(tl.sum(total * tl.exp(part_best - best)))
     told = scores + row * (2 + 2 * most)
     tl.store(told, chosen - whole)
-    tl.store(told + 1, (1 + tl.sum(tl.load(better + part))).to(tl.float32))
+    tl.store(told + 1, (1 + tl.sum(tl.load(better + part, mask=is_part, other=0))).to(tl.float32))
     if wanted > 0:
-        largest = largest_of_groups(maxima, row, PARTS, BLOCK, LANES)
+        largest = largest_of_groups(maxima, row, parts, BLOCK, LANES)
         bound = kth_largest(row_logits, largest, vocab, wanted, best, True, LANES)
         surely = (largest.to(tl.float32) > bound).to(tl.int32)  # fewer than are wanted; of equal ones any will do
         maybe = (largest.to(tl.float32) == bound).to(tl.int32)
