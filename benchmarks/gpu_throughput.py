@@ -39,12 +39,13 @@ from benchmarks.gpu_workloads import SHAPES, WORKLOADS, Ask, figures, write_conf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Output tokens a second on an H200: vLLM 0.26 streaming (AsyncLLM) and blocking (LLM); nano-vllm in another run.
+# Output tokens a second on an H200 by `benchmarks.gpu_vllm`: vLLM 0.26 streaming (AsyncLLM) and blocking (LLM), which
+# vary with the host by a third; nano-vllm in another run.
 PEERS: dict[tuple[str, str], dict[str, float]] = {
-    ("qwen3-0.6b", "offline"): {"vllm-async": 20359, "vllm": 22678, "nano-vllm": 19202},
-    ("qwen3-0.6b", "single"): {"vllm-async": 545, "vllm": 595, "nano-vllm": 372},
-    ("qwen3-0.6b", "prefix"): {"vllm-async": 10594, "vllm": 13101, "nano-vllm": 11510},
-    ("qwen3-0.6b", "life"): {"vllm-async": 7871},
+    ("qwen3-0.6b", "offline"): {"vllm-async": 15364, "vllm": 21222, "nano-vllm": 19202},
+    ("qwen3-0.6b", "single"): {"vllm-async": 462, "vllm": 487, "nano-vllm": 372},
+    ("qwen3-0.6b", "prefix"): {"vllm-async": 12693, "vllm": 12444, "nano-vllm": 11510},
+    ("qwen3-0.6b", "life"): {"vllm-async": 7133},
     ("qwen3-8b", "offline"): {"vllm-async": 9449, "vllm": 9646, "nano-vllm": 8610},
     ("qwen3-8b", "single"): {"vllm-async": 190.4, "vllm": 190.5, "nano-vllm": 161},
     ("qwen3-8b", "life"): {"vllm-async": 5573},

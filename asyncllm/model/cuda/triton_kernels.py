@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from asyncllm.model.cuda.kernels.decode_attention import decode_attention
-from asyncllm.model.cuda.kernels.edit import edit_logits
 from asyncllm.model.cuda.kernels.embed import embed_tokens, write_page_table
 from asyncllm.model.cuda.kernels.gate import silu_and_multiply
 from asyncllm.model.cuda.kernels.linear import one_row_product, tiled_product
@@ -23,29 +22,22 @@ from asyncllm.model.cuda.kernels.norm import add_rms_norm
 from asyncllm.model.cuda.kernels.pages import copy_pages
 from asyncllm.model.cuda.kernels.prompt_attention import prompt_attention
 from asyncllm.model.cuda.kernels.rope import rope_and_store
-from asyncllm.model.cuda.kernels.sample import choose_tokens, find_best
-from asyncllm.model.cuda.kernels.tell import score_parts, tell_tokens
+from asyncllm.model.cuda.launching import power_above
 from asyncllm.model.cuda.step_layout import Counts
+from asyncllm.model.cuda.triton_sampling import TritonSampling
 from asyncllm.model.cuda.tuning import PromptTile, invariant_block
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from asyncllm.model.cuda.kv_pages import KVPages
-    from asyncllm.model.cuda.step_kernels import OptionTables, Projection
-    from asyncllm.model.cuda.step_layout import AskedSections, StepSections, ToldSections
+    from asyncllm.model.cuda.step_kernels import Projection
+    from asyncllm.model.cuda.step_layout import StepSections
     from asyncllm.model.cuda.tuning import DecodeTile, OneRow, Tiled
     from asyncllm.model.model_config import ModelConfig
 
-__all__ = ["AttentionScratch", "TritonKernels", "linear_into", "prompt_tile_tokens", "sampling_parts"]
+__all__ = ["AttentionScratch", "TritonKernels", "linear_into", "prompt_tile_tokens"]
 
 _LOG2_E: Final = math.log2(math.e)
 _WIDE: Final = 2048  # a row that wants more than four warps
-_FEW_ROWS: Final = 16
-_SOME_ROWS: Final = 128
-_MOST_PARTS: Final = 32
-_LANES: Final = 8192
-_BLOCK: Final = 2048
 
 
 class AttentionScratch:
@@ -76,19 +68,7 @@ def prompt_tile_tokens(config: ModelConfig) -> int:
     return PromptTile().block // group_size(config)
 
 
-class _SampleScratch:
-    """What the kernels that look through logits leave to those after them; see `kernels.sample`."""
-
-    def __init__(self, rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.parts = sampling_parts(rows)
-        self.stretches = _power_above(-(-vocab // _LANES))
-        found = torch.empty((3, rows, self.parts), dtype=torch.int32, device=device)
-        self.best_values, self.best_tokens, self.finite = found[0].view(torch.float32), found[1], found[2]
-        self.maxima = torch.empty((rows, self.parts * _BLOCK), dtype=dtype, device=device)
-        self.listed = torch.empty((rows, _LANES // self.stretches), dtype=torch.int32, device=device)
-
-
-class TritonKernels:
+class TritonKernels(TritonSampling):
     """Launch what `StepKernels` says.
 
     Args:
@@ -110,12 +90,11 @@ class TritonKernels:
         invariant: bool = False,
         compile_only: bool = False,
     ) -> None:
+        super().__init__(dependent=dependent, compile_only=compile_only)
         self._config = config
         self._dtype = dtype
         self._scratch = scratch
-        self._dependent = dependent
         self._invariant = invariant
-        self._compile_only = compile_only
         self._prompt_tile = PromptTile()
         self._group = group_size(config)
         self._scale = config.head_dim**-0.5 * _LOG2_E
@@ -186,7 +165,7 @@ class TritonKernels:
             self._config.rms_norm_eps,
             warps=8 if width > _WIDE else 4,
             WIDTH=width,
-            BLOCK=_power_above(width),
+            BLOCK=power_above(width),
             PARTS=0 if parts is None else len(parts),
             GATHER=places is not None,
             PDL=self._dependent,
@@ -385,176 +364,6 @@ class TritonKernels:
         )
         return out
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        inputs: StepSections[torch.Tensor],
-        token_pool: torch.Tensor,
-        results: torch.Tensor,
-    ) -> None:
-        """Find the best tokens in parts, then choose."""
-        rows, vocab = logits.shape
-        scratch = _SampleScratch(rows, vocab, logits.dtype, logits.device)
-        self._launch(
-            find_best,
-            (scratch.parts, rows),
-            logits,
-            inputs.top_ks,
-            scratch.best_values,
-            scratch.best_tokens,
-            scratch.finite,
-            scratch.maxima,
-            inputs.counts[Counts.ROWS :],
-            vocab,
-            scratch.parts,
-            warps=4,
-            BLOCK=_BLOCK,
-            PDL=self._dependent,
-        )
-        self._choose(logits, inputs, scratch, token_pool, results)
-
-    def choose_asked(
-        self,
-        logits: torch.Tensor,
-        asked: AskedSections[torch.Tensor],
-        tables: OptionTables,
-        *,
-        edited: torch.Tensor,
-        token_pool: torch.Tensor,
-        results: torch.Tensor,
-    ) -> None:
-        """Apply all options, and find the best tokens in parts, in one pass; then choose, in float32."""
-        rows, vocab = edited.shape
-        scratch = _SampleScratch(rows, vocab, edited.dtype, edited.device)
-        self._launch(
-            edit_logits,
-            (scratch.parts, rows),
-            logits,
-            edited,
-            asked.places,
-            asked.masks_at,
-            tables.masks,
-            asked.additions_at,
-            tables.additions,
-            asked.counts_at,
-            tables.counts,
-            asked.repetitions,
-            asked.presences,
-            asked.frequencies,
-            asked.kept,
-            asked.temperatures,
-            asked.top_ks,
-            scratch.best_values,
-            scratch.best_tokens,
-            scratch.maxima,
-            asked.counts[Counts.ROWS :],
-            vocab,
-            tables.masks.shape[1],
-            scratch.parts,
-            warps=4,
-            BLOCK=_BLOCK,
-            PDL=self._dependent,
-        )
-        self._choose(edited, asked, scratch, token_pool, results, asked=asked, tables=tables)
-
-    def tell(
-        self, logits: torch.Tensor, told: ToldSections[torch.Tensor], results: torch.Tensor, scores: torch.Tensor
-    ) -> None:
-        """Look through the logits in parts, then put them together."""
-        rows, vocab = len(scores), logits.shape[1]
-        scratch = _SampleScratch(rows, vocab, logits.dtype, logits.device)
-        totals, better, row_count = (
-            torch.empty_like(scratch.best_values),
-            scratch.best_tokens,
-            told.counts[Counts.ROWS :],
-        )
-        self._launch(
-            score_parts,
-            (scratch.parts, rows),
-            logits,
-            told.places,
-            results,
-            scratch.best_values,
-            totals,
-            better,
-            scratch.maxima,
-            row_count,
-            vocab,
-            scratch.parts,
-            warps=4,
-            BLOCK=_BLOCK,
-        )
-        self._launch(
-            tell_tokens,
-            (rows,),
-            logits,
-            told.places,
-            told.tops,
-            results,
-            scratch.best_values,
-            totals,
-            better,
-            scratch.maxima,
-            scratch.listed,
-            scores,
-            row_count,
-            vocab,
-            scores.shape[1] // 2 - 1,
-            scratch.parts,
-            warps=32,
-            MOST_PARTS=_MOST_PARTS,
-            BLOCK=_BLOCK,
-            LANES=_LANES,
-            STRETCHES=scratch.stretches,
-        )
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        inputs: StepSections[torch.Tensor] | AskedSections[torch.Tensor],
-        scratch: _SampleScratch,
-        token_pool: torch.Tensor,
-        results: torch.Tensor,
-        *,
-        asked: AskedSections[torch.Tensor] | None = None,
-        tables: OptionTables | None = None,
-    ) -> None:
-        """Choose tokens, the best of each part being known."""
-        rows, vocab = logits.shape
-        self._launch(
-            choose_tokens,
-            (rows,),
-            logits,
-            scratch.best_values,
-            scratch.best_tokens,
-            scratch.finite,
-            scratch.maxima,
-            scratch.listed,
-            inputs.temperatures,
-            inputs.top_ps,
-            inputs.top_ks,
-            inputs.min_ps,
-            inputs.seeds,
-            inputs.kv_lens,
-            inputs.slots,
-            token_pool,
-            results,
-            inputs.counts[Counts.ROWS :],
-            results.stride(0),
-            vocab,
-            scratch.listed if asked is None else asked.places,
-            scratch.listed if asked is None else asked.counts_at,
-            scratch.listed if tables is None else tables.counts,
-            scratch.parts,
-            warps=32,
-            MOST_PARTS=_MOST_PARTS,
-            BLOCK=_BLOCK,
-            LANES=_LANES,
-            STRETCHES=scratch.stretches,
-            ASKED=asked is not None,
-            PDL=self._dependent,
-        )
-
     def _decode(
         self,
         source: torch.Tensor,
@@ -663,23 +472,6 @@ class TritonKernels:
             PDL=self._dependent,
         )
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: object, warps: int, **options: object) -> None:  # noqa: ANN401
-        """Launch a kernel on the current stream, or have it compiled."""
-        options["num_warps"] = warps
-        if "stages" in options:
-            options["num_stages"] = options.pop("stages")
-        if options.get("PDL"):
-            options["launch_pdl"] = True
-        if self._compile_only:
-            kernel.warmup(*arguments, grid=grid, **options)
-        else:
-            kernel[grid](*arguments, **options)
-
-
-def sampling_parts(rows: int) -> int:
-    """Return in how many parts the rows' logits are looked through, so that there are enough programs for a GPU."""
-    return _MOST_PARTS if rows <= _FEW_ROWS else 16 if rows <= _SOME_ROWS else 4
-
 
 def linear_into(out: torch.Tensor | None, x: torch.Tensor, linear: Projection) -> torch.Tensor:
     """Return torch's x @ weight.T + bias; with `out`, there."""
@@ -693,8 +485,3 @@ def linear_into(out: torch.Tensor | None, x: torch.Tensor, linear: Projection) -
 def _or_unused(given: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
     """Return what a kernel gets for a tensor that it may not need: a pointer of some kind."""
     return unused if given is None else given
-
-
-def _power_above(value: int) -> int:
-    """Return the smallest power of two >= value."""
-    return 1 << (value - 1).bit_length()

@@ -388,7 +388,9 @@ TOLD = {
     "some are equal": lambda vocab: (normal(5, vocab, seed=1) * 2).round() / 2,
     "most are equal": lambda vocab: (normal(5, vocab, seed=2) / 10).round() * 10,
     "all are equal": lambda vocab: torch.full((5, vocab), -2.5, device=DEVICE),
-    "the best are beside each other": lambda vocab: normal(5, vocab, seed=3) + 40.0 * (torch.arange(vocab, device=DEVICE) < 40),
+    "the best are beside each other": lambda vocab: (
+        normal(5, vocab, seed=3) + 40.0 * (torch.arange(vocab, device=DEVICE) < 40)
+    ),
     "some are out": lambda vocab: normal(5, vocab).masked_fill(torch.arange(vocab, device=DEVICE) % 9 > 0, -torch.inf),
 }
 

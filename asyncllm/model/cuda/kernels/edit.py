@@ -43,7 +43,7 @@ def edit_logits(
     """Write row `places[i]` of logits, edited, to row i of edited: float32 [rows, vocab]; grid (parts, rows).
 
     Greedy rows need their best token alone: they are written only where `kept[i]` is not 0. best_values, best_tokens
-    and maxima are those of `asyncllm.model.cuda.kernels.sample.find_best`.
+    and maxima are those of `asyncllm.model.cuda.kernels.groups.find_best`.
 
     masks is int32 [any, words], bits that say which tokens are left; additions float32 [any, vocab]; counts int16
     [any, vocab]: how often the request generated each token, negative (the highest bit) where it is in the prompt. Row

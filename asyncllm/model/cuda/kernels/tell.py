@@ -1,7 +1,7 @@
 """What is told of a chosen token: its logprob and rank among the model's logits, and the likeliest tokens.
 
-Runs on the engine's CUDA stream; owns nothing. The likeliest are looked for as in `asyncllm.model.cuda.kernels.sample`:
-among the groups of tokens whose largest logit is one of the largest.
+Runs on the engine's CUDA stream; owns nothing. The likeliest are looked for among few groups of tokens:
+see `asyncllm.model.cuda.kernels.groups`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from asyncllm.model.cuda.kernels.sample import kth_largest, largest_of_groups
+from asyncllm.model.cuda.kernels.groups import kth_largest, largest_of_groups
 
 __all__ = ["score_parts", "tell_tokens"]
 
