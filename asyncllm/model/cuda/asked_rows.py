@@ -17,31 +17,26 @@ import numpy as np
 import torch
 
 from asyncllm.model.cuda.option_rows import NO_ROW, AdditionRows, CountRows
-from asyncllm.model.cuda.staged_graph import StagedGraph, padded_rows
+from asyncllm.model.cuda.staged_graph import PaddedRows, StagedGraph
 from asyncllm.model.cuda.step_kernels import OptionTables
 from asyncllm.model.cuda.step_layout import AskedLayout, Counts
 from asyncllm.model.sampler import is_greedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
 
     from asyncllm.model.cuda.direct_calls import DirectCalls
     from asyncllm.model.cuda.fused_model import StepBuffers
+    from asyncllm.model.cuda.staged_graph import BehindSteps
     from asyncllm.model.cuda.step_kernels import StepKernels
     from asyncllm.request import LogitOptions
     from asyncllm.scheduler.batch import Batch
 
-__all__ = ["AskedRows", "asked_layouts", "launch_asked"]
+__all__ = ["AskedRows", "launch_asked"]
 
 _NO_IDS: Final = np.zeros(0, dtype=np.int32)
-
-
-def asked_layouts(max_rows: int) -> list[AskedLayout]:
-    """Return the padded sizes of a step's asking rows."""
-    return [AskedLayout(rows=rows) for rows in padded_rows(max_rows)]
 
 
 def launch_asked(buffers: StepBuffers, token_pool: torch.Tensor, kernels: StepKernels) -> None:
@@ -112,20 +107,23 @@ class _Sized:
 
     Args:
         layout: how many.
-        graph: has their inputs and runs their kernels.
+        launch: launches their kernels.
         vocab_size: columns of the logits.
-        turns: host blocks that take turns.
+        behind: how they are enqueued.
     """
 
-    def __init__(self, layout: AskedLayout, graph: StagedGraph, vocab_size: int, *, turns: int) -> None:
-        device, shape = graph.input.device, (layout.rows, -(-vocab_size // 32))
+    def __init__(self, layout: AskedLayout, launch: Callable[[], None], vocab_size: int, behind: BehindSteps) -> None:
+        device, shape = behind.device, (layout.rows, -(-vocab_size // 32))
         pinned = device.type == "cuda"
-        self.graph = graph
-        self.host = [layout.host(graph.host(turn)) for turn in range(turns)]
+        self.graph = graph = StagedGraph(layout.size, launch, behind)
+        self.host = [layout.host(graph.host(turn)) for turn in range(behind.turns)]
         self.asked = layout.device(graph.input)
-        self.edited = torch.zeros((layout.rows, vocab_size), dtype=torch.float32, device=device)
-        self.masks = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.host_masks = [torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(turns)]
+        with behind.on_stream():
+            self.edited = torch.zeros((layout.rows, vocab_size), dtype=torch.float32, device=device)
+            self.masks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.host_masks = [
+            torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(behind.turns)
+        ]
 
 
 class AskedRows:
@@ -135,36 +133,23 @@ class AskedRows:
         buffers: of the steps: their logits are read, results written.
         token_pool: int32 [num_slots + 1].
         kernels: edit and sample.
-        turns: steps whose host memory is used at once.
-        captures: whether to run by CUDA graphs.
-        on_stream: makes the engine's stream the current one.
+        behind: how they are enqueued.
     """
 
     def __init__(
-        self,
-        buffers: StepBuffers,
-        token_pool: torch.Tensor,
-        kernels: StepKernels,
-        *,
-        turns: int,
-        captures: bool,
-        on_stream: Callable[[], AbstractContextManager[object]],
+        self, buffers: StepBuffers, token_pool: torch.Tensor, kernels: StepKernels, behind: BehindSteps
     ) -> None:
         self._buffers = buffers
         self._token_pool = token_pool
         self._kernels = kernels
-        self._turns = turns
-        self._captures = captures
-        self._on_stream = on_stream
-        self._device = buffers.logits.device
-        self._layouts = asked_layouts(buffers.output.shape[1])
-        self._sizes: dict[AskedLayout, _Sized] = {}
+        self._behind = behind
+        self._sizes: PaddedRows[_Sized] = PaddedRows(buffers.output.shape[1])
         self._tables = (0, 0)  # where they were when graphs were captured
-        vocab_size, num_slots = buffers.logits.shape[1], len(token_pool)
-        with on_stream():
-            self._additions = AdditionRows(vocab_size, self._device)
-            self._counts = CountRows(vocab_size, self._device)
-        self._slots = _Slots(num_slots, self._additions, self._counts)
+        self._vocab_size = buffers.logits.shape[1]
+        with behind.on_stream():
+            self._additions = AdditionRows(self._vocab_size, behind.device)
+            self._counts = CountRows(self._vocab_size, behind.device)
+        self._slots = _Slots(len(token_pool), self._additions, self._counts)
 
     def enqueue(
         self, batch: Batch, places: npt.NDArray[np.integer], *, turn: int, direct: DirectCalls | None
@@ -184,16 +169,14 @@ class AskedRows:
         samples = batch.edited
         self._note(batch, samples)
         self._drop_graphs_of_moved_tables()
-        size = self._ready(len(samples))
+        size = self._sizes.fit(len(samples), self._make)
         self._fill(size, batch, samples, places, turn)
         size.graph.run(turn, direct)
         return size.edited[: len(samples)]
 
     def close(self) -> None:
         """Give the graphs back. Idempotent; nothing may be running."""
-        for size in self._sizes.values():
-            size.graph.close()
-        self._sizes.clear()
+        self._sizes.close()
 
     def _note(self, batch: Batch, samples: list[int]) -> None:
         """Bring to the device what it does not know of requests."""
@@ -201,7 +184,7 @@ class AskedRows:
         asks = [(slot, batch.options.get(sample)) for sample, slot in zip(samples, slots, strict=True)]
         unknown = [(slot, asked) for slot, asked in asks if not self._slots.knows(slot, asked)]
         if unknown or batch.histories:
-            with self._on_stream():
+            with self._behind.on_stream():
                 for slot, asked in unknown:
                     self._slots.set(slot, asked)
                 for sample, tokens in batch.histories.items():
@@ -214,27 +197,12 @@ class AskedRows:
         """Have graphs captured again if tables have moved since; asked in each step: one may fail after the move."""
         tables = (self._additions.values.data_ptr(), self._counts.values.data_ptr())
         if tables != self._tables:
-            for size in self._sizes.values():
-                size.graph.drop()
+            self._sizes.drop_graphs()
             self._tables = tables
 
-    def _ready(self, rows: int) -> _Sized:
-        """Return what so many rows need, made at the first use."""
-        layout = next(each for each in self._layouts if rows <= each.rows)
-        size = self._sizes.get(layout)
-        if size is None:
-            graph = StagedGraph(
-                layout.size,
-                functools.partial(self._run, layout),
-                turns=self._turns,
-                captures=self._captures,
-                device=self._device,
-                on_stream=self._on_stream,
-            )
-            with self._on_stream():
-                size = _Sized(layout, graph, self._buffers.logits.shape[1], turns=self._turns)
-            self._sizes[layout] = size
-        return size
+    def _make(self, rows: int) -> _Sized:
+        launch = functools.partial(self._run, rows)
+        return _Sized(AskedLayout(rows=rows), launch, self._vocab_size, self._behind)
 
     def _fill(self, size: _Sized, batch: Batch, samples: list[int], places: npt.NDArray[np.integer], turn: int) -> None:
         """Write what the rows ask to host memory, and masks to the device."""
@@ -268,12 +236,12 @@ class AskedRows:
                     used = min(len(mask), array.shape[1])
                     array[row, :used] = mask[:used]
                     array[row, used:] = 0
-            with self._on_stream():
+            with self._behind.on_stream():
                 size.masks[:count].copy_(host[:count], non_blocking=True)
 
-    def _run(self, layout: AskedLayout) -> None:
+    def _run(self, rows: int) -> None:
         """Launch the kernels for so many rows."""
-        size = self._sizes[layout]
+        size = self._sizes.fit(rows, self._make)
         tables = OptionTables(size.masks, self._additions.values, self._counts.values)
         self._kernels.choose_asked(
             self._buffers.logits,

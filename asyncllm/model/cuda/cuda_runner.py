@@ -15,6 +15,7 @@ import torch
 from asyncllm.errors import EngineError
 from asyncllm.model.cuda.asked_rows import AskedRows
 from asyncllm.model.cuda.direct_calls import DirectCalls
+from asyncllm.model.cuda.staged_graph import BehindSteps
 from asyncllm.model.cuda.staging import query_places
 from asyncllm.model.cuda.streams import step_stream
 from asyncllm.model.cuda.told_rows import ToldRows, tells_all
@@ -237,26 +238,17 @@ class CUDARunner:
 
     def _asked_rows(self, model: FusedModel) -> AskedRows:
         if self._asked is None:
-            self._asked = AskedRows(
-                model.buffers,
-                model.pages.token_pool,
-                self._kernels[True],
-                turns=_TURNS,
-                captures=len(self._graphs) > 0,
-                on_stream=self._on_stream,
-            )
+            self._asked = AskedRows(model.buffers, model.pages.token_pool, self._kernels[True], self._behind_steps())
         return self._asked
 
     def _told_rows(self, model: FusedModel) -> ToldRows:
         if self._told is None:
-            self._told = ToldRows(
-                model.buffers,
-                self._kernels[True],
-                turns=_TURNS,
-                captures=len(self._graphs) > 0,
-                on_stream=self._on_stream,
-            )
+            self._told = ToldRows(model.buffers, self._kernels[True], self._behind_steps())
         return self._told
+
+    def _behind_steps(self) -> BehindSteps:
+        captures = len(self._graphs) > 0
+        return BehindSteps(turns=_TURNS, captures=captures, device=self._device, on_stream=self._on_stream)
 
     def _enqueue_results(self, model: FusedModel, results: torch.Tensor, event: torch.cuda.Event) -> None:
         """Enqueue the results' copy, and the event behind it."""

@@ -7,7 +7,8 @@ so that the capture's own run changes nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import dataclasses
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,9 +24,90 @@ if TYPE_CHECKING:
 
     from asyncllm.model.cuda.direct_calls import DirectCalls
 
-__all__ = ["StagedGraph", "padded_rows"]
+__all__ = ["BehindSteps", "PaddedRows", "StagedGraph", "padded_rows"]
 
 _GROWTH: Final = 4  # from one number of rows to the next
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BehindSteps:
+    """How what goes behind steps is enqueued.
+
+    Args:
+        turns: steps whose host memory is used at once.
+        captures: whether to run by CUDA graphs.
+        device: where; host memory is pinned for a GPU.
+        on_stream: makes the engine's stream the current one.
+    """
+
+    turns: int
+    captures: bool
+    device: torch.device
+    on_stream: Callable[[], AbstractContextManager[object]]
+
+
+class StagedGraph:
+    """Run kernels on staged inputs.
+
+    Args:
+        elements: int32, of the inputs.
+        launch: launches the kernels.
+        behind: how they are enqueued.
+
+    Attributes:
+        input: int32 [elements].
+    """
+
+    def __init__(self, elements: int, launch: Callable[[], None], behind: BehindSteps) -> None:
+        self._launch = launch
+        self._behind = behind
+        self._graph: StepGraphs[None] | None = None
+        with behind.on_stream():
+            self.input = torch.zeros(elements, dtype=torch.int32, device=behind.device)
+        pinned = behind.device.type == "cuda"
+        self._blocks = [
+            torch.zeros(elements, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(behind.turns)
+        ]
+
+    def host(self, turn: int) -> npt.NDArray[np.int32]:
+        """Return the host memory of a turn."""
+        array: npt.NDArray[np.int32] = self._blocks[turn].numpy()
+        return array
+
+    def run(self, turn: int, direct: DirectCalls | None) -> None:
+        """Enqueue a turn's inputs and the kernels."""
+        if self._behind.captures and self._graph is None:
+            self._capture()
+        handle = None if self._graph is None else self._graph.handle(None)
+        block = self._blocks[turn]
+        if direct is not None and handle is not None:
+            direct.copy_in(self.input.data_ptr(), block.data_ptr(), block.nbytes)
+            direct.launch(handle)
+            return
+        with self._behind.on_stream():
+            self.input.copy_(block, non_blocking=True)
+            if self._graph is None:
+                self._launch()
+            else:
+                self._graph.run(None)
+
+    def drop(self) -> None:
+        """Give the graph up, so that it is captured again: what it addresses has moved."""
+        if self._graph is not None:
+            step_stream(self._behind.device).synchronize()  # it may be running
+            self.close()
+
+    def close(self) -> None:
+        """Give the graph back. Idempotent; nothing may be running."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+
+    def _capture(self) -> None:
+        step_stream(self._behind.device).synchronize()  # graphs are captured on another stream
+        graph: StepGraphs[None] = StepGraphs(lambda _: self._launch(), self._behind.device)
+        graph.capture([None], lambda _: self.input.zero_())
+        self._graph = graph
 
 
 def padded_rows(most: int) -> list[int]:
@@ -36,79 +118,42 @@ def padded_rows(most: int) -> list[int]:
     return sizes
 
 
-class StagedGraph:
-    """Run kernels on staged inputs.
+class HasGraph(Protocol):
+    """What some rows need."""
+
+    @property
+    def graph(self) -> StagedGraph:
+        """Has their inputs and runs their kernels."""
+
+
+Rows = TypeVar("Rows", bound=HasGraph)
+
+
+class PaddedRows(Generic[Rows]):
+    """What rows behind a step need, by their padded number; made when so many come for the first time.
 
     Args:
-        elements: int32, of the inputs.
-        launch: launches the kernels.
-        turns: host blocks that take turns.
-        captures: whether to run by a CUDA graph.
-        device: where; host memory is pinned for a GPU.
-        on_stream: makes the engine's stream the current one.
-
-    Attributes:
-        input: int32 [elements].
+        most: rows of a step.
     """
 
-    def __init__(
-        self,
-        elements: int,
-        launch: Callable[[], None],
-        *,
-        turns: int,
-        captures: bool,
-        device: torch.device,
-        on_stream: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._launch = launch
-        self._captures = captures
-        self._device = device
-        self._on_stream = on_stream
-        self._graph: StepGraphs[None] | None = None
-        with on_stream():
-            self.input = torch.zeros(elements, dtype=torch.int32, device=device)
-        self._blocks = [
-            torch.zeros(elements, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-            for _ in range(turns)
-        ]
+    def __init__(self, most: int) -> None:
+        self._sizes = padded_rows(most)
+        self._made: dict[int, Rows] = {}
 
-    def host(self, turn: int) -> npt.NDArray[np.int32]:
-        """Return the host memory of a turn."""
-        array: npt.NDArray[np.int32] = self._blocks[turn].numpy()
-        return array
+    def fit(self, rows: int, make: Callable[[int], Rows]) -> Rows:
+        """Return what this number of rows takes, from `make` the first time, which is given the padded number."""
+        size = next(each for each in self._sizes if rows <= each)
+        if size not in self._made:
+            self._made[size] = make(size)
+        return self._made[size]
 
-    def run(self, turn: int, direct: DirectCalls | None) -> None:
-        """Enqueue a turn's inputs and the kernels."""
-        if self._captures and self._graph is None:
-            self._capture()
-        handle = None if self._graph is None else self._graph.handle(None)
-        block = self._blocks[turn]
-        if direct is not None and handle is not None:
-            direct.copy_in(self.input.data_ptr(), block.data_ptr(), block.nbytes)
-            direct.launch(handle)
-            return
-        with self._on_stream():
-            self.input.copy_(block, non_blocking=True)
-            if self._graph is None:
-                self._launch()
-            else:
-                self._graph.run(None)
-
-    def drop(self) -> None:
-        """Give the graph up, so that it is captured again: what it addresses has moved."""
-        if self._graph is not None:
-            step_stream(self._device).synchronize()  # it may be running
-            self.close()
+    def drop_graphs(self) -> None:
+        """Have all graphs captured again: what they address has moved."""
+        for made in self._made.values():
+            made.graph.drop()
 
     def close(self) -> None:
-        """Give the graph back. Idempotent; nothing may be running."""
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
-
-    def _capture(self) -> None:
-        step_stream(self._device).synchronize()  # graphs are captured on another stream
-        graph: StepGraphs[None] = StepGraphs(lambda _: self._launch(), self._device)
-        graph.capture([None], lambda _: self.input.zero_())
-        self._graph = graph
+        """Give everything back. Idempotent; nothing may be running."""
+        for made in self._made.values():
+            made.graph.close()
+        self._made.clear()

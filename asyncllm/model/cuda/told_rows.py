@@ -15,30 +15,25 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from asyncllm.model.cuda.staged_graph import StagedGraph, padded_rows
+from asyncllm.model.cuda.staged_graph import PaddedRows, StagedGraph
 from asyncllm.model.cuda.step_layout import Counts, ToldLayout
 from asyncllm.model.option_outcome import read_logprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     import numpy as np
     import numpy.typing as npt
 
     from asyncllm.model.cuda.direct_calls import DirectCalls
     from asyncllm.model.cuda.fused_model import StepBuffers
+    from asyncllm.model.cuda.staged_graph import BehindSteps
     from asyncllm.model.cuda.step_kernels import StepKernels
     from asyncllm.scheduler.batch import Batch, StepResult
 
-__all__ = ["ToldRows", "launch_told", "tells_all", "told_layouts"]
+__all__ = ["ToldRows", "launch_told", "tells_all"]
 
 _MOST: Final = 32  # likeliest tokens of a row; who asks for more takes the other way
-
-
-def told_layouts(max_rows: int) -> list[ToldLayout]:
-    """Return the padded sizes of the rows that are told of."""
-    return [ToldLayout(rows=rows) for rows in padded_rows(max_rows)]
 
 
 def launch_told(buffers: StepBuffers, kernels: StepKernels) -> None:
@@ -84,18 +79,21 @@ class _Sized:
 
     Args:
         layout: how many.
-        graph: has their inputs and runs their kernels.
-        turns: host blocks that take turns.
+        launch: launches their kernels.
+        behind: how they are enqueued.
     """
 
-    def __init__(self, layout: ToldLayout, graph: StagedGraph, *, turns: int) -> None:
-        device, shape = graph.input.device, (layout.rows, 2 + 2 * _MOST)
+    def __init__(self, layout: ToldLayout, launch: Callable[[], None], behind: BehindSteps) -> None:
+        device, shape = behind.device, (layout.rows, 2 + 2 * _MOST)
         pinned = device.type == "cuda"
-        self.graph = graph
-        self.host = [layout.host(graph.host(turn)) for turn in range(turns)]
+        self.graph = graph = StagedGraph(layout.size, launch, behind)
+        self.host = [layout.host(graph.host(turn)) for turn in range(behind.turns)]
         self.told = layout.device(graph.input)
-        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.results = [torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(turns)]
+        with behind.on_stream():
+            self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.results = [
+            torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(behind.turns)
+        ]
 
 
 class ToldRows:
@@ -104,27 +102,14 @@ class ToldRows:
     Args:
         buffers: of the steps: their logits and results are read.
         kernels: tell.
-        turns: steps whose host memory is used at once.
-        captures: whether to run by CUDA graphs.
-        on_stream: makes the engine's stream the current one.
+        behind: how they are enqueued.
     """
 
-    def __init__(
-        self,
-        buffers: StepBuffers,
-        kernels: StepKernels,
-        *,
-        turns: int,
-        captures: bool,
-        on_stream: Callable[[], AbstractContextManager[object]],
-    ) -> None:
+    def __init__(self, buffers: StepBuffers, kernels: StepKernels, behind: BehindSteps) -> None:
         self._buffers = buffers
         self._kernels = kernels
-        self._turns = turns
-        self._captures = captures
-        self._on_stream = on_stream
-        self._layouts = told_layouts(buffers.output.shape[1])
-        self._sizes: dict[ToldLayout, _Sized] = {}
+        self._behind = behind
+        self._sizes: PaddedRows[_Sized] = PaddedRows(buffers.output.shape[1])
 
     def enqueue(self, batch: Batch, places: npt.NDArray[np.integer], *, turn: int, direct: DirectCalls | None) -> _Told:
         """Enqueue what rows want to be told of their tokens, behind the choice of these.
@@ -136,7 +121,7 @@ class ToldRows:
             direct: makes calls without torch.
         """
         asked = [(sample, each.logprobs) for sample, each in batch.options.items() if each.logprobs is not None]
-        size = self._ready(len(asked))
+        size = self._sizes.fit(len(asked), self._make)
         to, count = size.host[turn], len(asked)
         to.counts[Counts.ROWS] = count
         to.places[:count] = places[[sample for sample, _ in asked]]
@@ -146,35 +131,18 @@ class ToldRows:
         if direct is not None:
             direct.copy_out(results.data_ptr(), size.scores.data_ptr(), size.scores[:count].nbytes)
         else:
-            with self._on_stream():
+            with self._behind.on_stream():
                 results[:count].copy_(size.scores[:count], non_blocking=True)
         return _Told(results[:count].numpy(), asked)
 
     def close(self) -> None:
         """Give the graphs back. Idempotent; nothing may be running."""
-        for size in self._sizes.values():
-            size.graph.close()
-        self._sizes.clear()
+        self._sizes.close()
 
-    def _ready(self, rows: int) -> _Sized:
-        """Return what so many rows need, made at the first use."""
-        layout = next(each for each in self._layouts if rows <= each.rows)
-        size = self._sizes.get(layout)
-        if size is None:
-            graph = StagedGraph(
-                layout.size,
-                functools.partial(self._run, layout),
-                turns=self._turns,
-                captures=self._captures,
-                device=self._buffers.logits.device,
-                on_stream=self._on_stream,
-            )
-            with self._on_stream():
-                size = _Sized(layout, graph, turns=self._turns)
-            self._sizes[layout] = size
-        return size
+    def _make(self, rows: int) -> _Sized:
+        return _Sized(ToldLayout(rows=rows), functools.partial(self._run, rows), self._behind)
 
-    def _run(self, layout: ToldLayout) -> None:
+    def _run(self, rows: int) -> None:
         """Launch the kernels for so many rows."""
-        size = self._sizes[layout]
+        size = self._sizes.fit(rows, self._make)
         self._kernels.tell(self._buffers.logits, size.told, self._buffers.output, size.scores)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from asyncllm.model.cuda import option_rows
-from asyncllm.model.cuda.asked_rows import AskedRows, asked_layouts
+from asyncllm.model.cuda.asked_rows import AskedRows
 from asyncllm.model.cuda.fused_model import StepBuffers
 from asyncllm.model.cuda.option_rows import NO_ROW, AdditionRows, CountRows
 from asyncllm.model.cuda.plain_kernels import PlainKernels
-from asyncllm.model.cuda.staged_graph import StagedGraph
+from asyncllm.model.cuda.staged_graph import BehindSteps, StagedGraph, padded_rows
 from asyncllm.model.cuda.step_layout import StepLayout
 from asyncllm.model.option_sampler import OptionSampler
 from asyncllm.model.option_tensors import stage_options
@@ -59,9 +59,7 @@ class Device:
             self.buffers,
             self.token_pool,
             PlainKernels(make_config(vocab_size=VOCAB), dtype),
-            turns=TURNS,
-            captures=False,
-            on_stream=contextlib.nullcontext,
+            BehindSteps(turns=TURNS, captures=False, device=CPU, on_stream=contextlib.nullcontext),
         )
 
     def enqueue(self, batch: Batch, places: Ints, *, turn: int = 0) -> torch.Tensor:
@@ -335,7 +333,7 @@ def test_steps_in_flight_have_host_memory_of_their_own() -> None:
     options = LogitOptions(prompt_tokens=1, bias_ids=ids(4), biases=np.ones(1, dtype=np.float32))
     masked = dataclasses.replace(step_of(options), masks={0: packed(np.ones(VOCAB, dtype=np.bool_))})
     device.enqueue(masked, PLACES, turn=0)
-    (size,) = device.rows._sizes.values()
+    (size,) = device.rows._sizes._made.values()
     before = size.graph.host(0).copy(), size.host_masks[0].clone()
     other = dataclasses.replace(
         step_of(options, position=9), masks={0: packed(np.zeros(VOCAB, dtype=np.bool_))}, seeds=np.array([5])
@@ -359,7 +357,7 @@ def test_requests_that_ask_the_same_share_a_row_and_one_after_the_other_take_no_
 
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 16, 100, 256])
 def test_every_number_of_rows_has_a_padded_size_not_much_larger(most: int) -> None:
-    sizes = [each.rows for each in asked_layouts(most)]
+    sizes = padded_rows(most)
     assert sizes[-1] == most
     assert sizes == sorted(set(sizes))
     for rows in range(1, most + 1):

@@ -13,6 +13,7 @@ import torch
 
 from asyncllm.model.cuda.fused_model import StepBuffers
 from asyncllm.model.cuda.plain_kernels import PlainKernels
+from asyncllm.model.cuda.staged_graph import BehindSteps
 from asyncllm.model.cuda.step_layout import StepLayout
 from asyncllm.model.cuda.told_rows import ToldRows, tells_all
 from asyncllm.model.sampler import score_tokens
@@ -46,9 +47,7 @@ class Device:
         self.rows = ToldRows(
             self.buffers,
             PlainKernels(make_config(vocab_size=VOCAB), dtype),
-            turns=TURNS,
-            captures=False,
-            on_stream=contextlib.nullcontext,
+            BehindSteps(turns=TURNS, captures=False, device=CPU, on_stream=contextlib.nullcontext),
         )
 
     def run_step(self) -> None:

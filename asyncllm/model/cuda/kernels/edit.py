@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from asyncllm.model.cuda.kernels.groups import leave_best
+
 __all__ = ["edit_logits"]
 
 
@@ -90,9 +92,5 @@ def edit_logits(
         better = value > highest
         where = tl.where(better, token, where)
         highest = tl.where(better, value, highest)
-    best = tl.max(highest)
-    at = row * parts + part
-    tl.store(best_values + at, best)
-    tl.store(best_tokens + at, tl.min(tl.where(highest == best, where, vocab - 1)))
-    if tl.load(top_ks + row) > 0:
-        tl.store(maxima + at * BLOCK + lane, highest)
+    top_k = tl.load(top_ks + row)
+    leave_best(highest, where, row * parts + part, top_k, best_values, best_tokens, maxima, vocab, BLOCK)

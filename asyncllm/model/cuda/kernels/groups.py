@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["find_best", "kth_largest", "largest_of_groups"]
+__all__ = ["find_best", "kth_largest", "largest_of_groups", "leave_best"]
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -57,13 +57,19 @@ def find_best(
         where = tl.where(better, token, where)
         highest = tl.where(better, value, highest)
         broken = tl.where(inside & ((value - value) != 0.0), 1, broken)  # infinite, or not a number
-    best = tl.max(highest)
     at = row * parts + part
+    leave_best(highest, where, at, tl.load(top_ks + row), best_values, best_tokens, maxima, vocab, BLOCK)
+    tl.store(finite + at, 1 - tl.max(broken))
+
+
+@triton.jit
+def leave_best(highest, where, at, top_k, best_values, best_tokens, maxima, vocab, BLOCK: tl.constexpr):
+    """Store what `find_best` says of part `at`, from each lane's largest logit and its token."""
+    best = tl.max(highest)
     tl.store(best_values + at, best)
     tl.store(best_tokens + at, tl.min(tl.where(highest == best, where, vocab - 1)))
-    tl.store(finite + at, 1 - tl.max(broken))
-    if tl.load(top_ks + row) > 0:
-        tl.store(maxima + at * BLOCK + lane, highest.to(maxima.dtype.element_ty))
+    if top_k > 0:
+        tl.store(maxima + at * BLOCK + tl.arange(0, BLOCK), highest.to(maxima.dtype.element_ty))
 
 
 @triton.jit
