@@ -252,8 +252,10 @@ class EngineLoop:
             if len(self._steps) and (not launched or self._steps.is_full):
                 await self._wait_for_oldest(tasks)
                 self._commit_oldest()
-            elif not launched:
-                await self._idle()
+            else:
+                self._publish()
+                if not launched:
+                    await self._idle()
             if self._preparing:
                 await anyio.lowlevel.checkpoint()  # a blocking device wait never lets other tasks run
 
@@ -316,15 +318,15 @@ class EngineLoop:
                 return
             self._live.expire()
             self._deliver()
+            self._publish()
 
     def _commit_oldest(self) -> None:
         record = self._steps.finish_oldest()
-        if record is not None and self._listeners:
-            self._publish()
+        self._publish()  # before tokens are delivered: who gets one may look
+        if record is not None:
             self._tell_listeners(record)
 
     def _deliver(self) -> None:
-        self._publish()  # first: who gets a token may look
         self._live.deliver()
         self._check_drained()
 
